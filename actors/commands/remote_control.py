@@ -33,7 +33,7 @@ from dynbus.actors.running.control import (
 from dynbus.bus.background import task_group
 from dynbus.bus.commands.server import Server
 from dynbus.bus.errors import DynbusError, NoInstances, PermissionDenied, Unavailable
-from dynbus.bus.protocol.names import is_safe_reply, run_subject
+from dynbus.bus.protocol.names import TOKEN, is_safe_reply, run_subject
 from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.transport import Message
 
@@ -221,14 +221,21 @@ class RemoteControl:
 # The other end --------------------------------------------------------------------------------
 
 
-async def find_runs(server: Server, namespaces: Iterable[str]) -> list[RunShown]:
+async def find_runs(
+    server: Server, namespaces: Iterable[str], on_refused: Callable[[str], object] = logger.debug
+) -> list[RunShown]:
     """The runs of namespaces that answer, by host and process.
+
+    Args:
+        on_refused: called with what the server says of namespaces where it does not let us ask,
+            while runs of others answer.
 
     Raises:
         PermissionDenied: the server does not let us ask them.
         Unavailable: it is away.
     """
-    subjects = [run_subject(namespace) for namespace in sorted(set(namespaces))]
+    asked = sorted(set(namespaces))
+    subjects = [run_subject(namespace) for namespace in asked]
     refused: list[DynbusError] = []
     server.connection.on_error(
         lambda error, subject: refused.append(error) if subject in subjects else None
@@ -236,14 +243,28 @@ async def find_runs(server: Server, namespaces: Iterable[str]) -> list[RunShown]
 
     def read(message: Message) -> RunShown | None:
         answer = _answer_in(message)
-        return answer if isinstance(answer, RunShown) else None
+        if isinstance(answer, RunShown) and _can_be_asked(answer, asked):
+            return answer
+        return None
 
     question = msgspec.json.encode(Asked(ShowRun()))
     answers = await server.ask(subjects, question, read, seconds=FIND_SECONDS, quiet=QUIET_SECONDS)
-    if refused:
+    if refused and not answers:
         raise PermissionDenied(f"{refused[0].message}: steering runs takes the role operator")
+    for error in refused:
+        on_refused(f"{error.message}: runs that have nodes there alone are left out")
     runs = {run.run: run for run in answers}
     return sorted(runs.values(), key=lambda run: (run.host, run.pid))
+
+
+def _can_be_asked(run: RunShown, namespaces: Sequence[str]) -> bool:
+    """True if a run names nodes, and the namespace of the first is one of these: it is asked there.
+
+    All components of a namespace hear the question, and any of them may answer.
+    """
+    parts = [node.split(".") for node in run.nodes]
+    are_nodes = all(len(each) == 2 and all(map(TOKEN.fullmatch, each)) for each in parts)
+    return bool(parts) and are_nodes and parts[0][0] in namespaces
 
 
 def fitting(

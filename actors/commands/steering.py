@@ -228,7 +228,8 @@ async def _over_bus(
     async with terminal.server(terminal.settings(nats), "dynbus-steer") as server:
         rows = (await terminal.survey(server)).rows
         named = [name.partition(".")[0] for name in names if "." in name]
-        runs = await find_runs(server, [*named, *(row.namespace for row in rows)])
+        namespaces = [*named, *(row.namespace for row in rows)]
+        runs = await find_runs(server, namespaces, terminal.notice)
         chosen = fitting(runs, host=host, pid=pid, nodes=names)
         if len(chosen) > 1 and any(isinstance(each, ScaleNode) for each in questions):
             choices = " or ".join(f"--host {run.host} --run {run.pid}" for run in chosen)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.context import MAX_ID_LENGTH
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import TOKEN, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
@@ -30,6 +31,16 @@ QUIET_SECONDS: Final = 0.4
 """Seconds without a further answer after which nobody else is expected."""
 READ_SECONDS: Final = 3.0
 """Seconds within which all records must have been read."""
+
+# Each of a component's instances is asked, and none of them is to make much of a little: what is
+# named once is shown with each request.
+RequestId = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+MOST_AWAITED: Final = 64
+"""Components that a held request may name."""
+MOST_NAMED_REQUESTS: Final = 256
+"""Requests that an answer may name in each place."""
 
 
 class Counts(NamedTuple):
@@ -73,9 +84,9 @@ class HeldRequest(msgspec.Struct, frozen=True):
         awaits: each of the components, `namespace.component`.
     """
 
-    id: str
+    id: RequestId
     age: float
-    awaits: tuple[str, ...]
+    awaits: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MOST_AWAITED)]
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -86,9 +97,9 @@ class Held(msgspec.Struct, frozen=True):
         count: how many it holds in all.
     """
 
-    process: str
-    count: int
-    requests: tuple[HeldRequest, ...]
+    process: Name
+    count: Count
+    requests: Annotated[tuple[HeldRequest, ...], msgspec.Meta(max_length=MOST_NAMED_REQUESTS)]
 
 
 NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
@@ -275,28 +286,28 @@ def _are_names(*tokens: str) -> bool:
 
 
 class _Request(msgspec.Struct, frozen=True):
-    id: str
+    id: RequestId
     age: float = 0.0
     waits: bool = False
 
 
 class _Load(msgspec.Struct, frozen=True):
-    running: int = 0
-    waiting: int = 0
+    running: Count = 0
+    waiting: Count = 0
     draining: bool = False
-    items: int | None = None
+    items: Count | None = None
     status: dict[str, str] = {}
     figures: dict[str, float] = {}
-    requests: list[_Request] | None = None
-    version: str = ""
+    requests: Annotated[list[_Request], msgspec.Meta(max_length=MOST_NAMED_REQUESTS)] | None = None
+    version: Name = ""
     time: float = 0.0
 
 
 class _Endpoint(msgspec.Struct, frozen=True):
-    name: str
-    num_requests: int = 0
-    num_errors: int = 0
-    processing_time: int = 0
+    name: Name
+    num_requests: Count = 0
+    num_errors: Count = 0
+    processing_time: Count = 0
     data: _Load = _Load()
 
 

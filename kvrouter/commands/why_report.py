@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import click
@@ -13,6 +14,8 @@ from dynbus import BusConfig, ConfigError, Unavailable
 from dynbus.kvrouter.routing.decision import MAX_REQUEST_ID, Explanation, Question, why_subject
 from dynbus.kvrouter.routing.observing import TARGET_KEY
 from dynbus.spi import Message, terminal
+
+from .why_answer import check_answer
 
 ANSWER_SECONDS: Final = 1.5
 """Seconds that routers have to answer."""
@@ -48,9 +51,11 @@ async def ask_routers(
             targets = {f"{row.namespace}.{row.component}" for row in rows}
             targets |= {row.status[TARGET_KEY] for row in rows if TARGET_KEY in row.status}
             places = [target.split(".") for target in targets if target.count(".") == 1]
-            subjects = {
-                why_subject(of, name) for of, name in places if namespace is None or of == namespace
-            }
+            for of, name in places:
+                if namespace in (None, of):
+                    # Instances say these themselves.
+                    with suppress(ConfigError):
+                        subjects.add(why_subject(of, name))
         answers = await server.ask(
             subjects,
             msgspec.json.encode(question),
@@ -64,10 +69,13 @@ async def ask_routers(
 
 def _read_answer(message: Message) -> Explanation | None:
     try:
-        return _decoder.decode(message.data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        # The server's own answer where nobody listens, which is empty.
+        answer = _decoder.decode(message.data)
+        check_answer(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        # The server's own answer where nobody listens, which is empty; or that of an instance which
+        # is no router.
         return None
+    return answer
 
 
 async def dump_decisions(config: BusConfig) -> list[dict[str, Any]]:
@@ -143,7 +151,7 @@ def print_latest(answers: Sequence[Explanation], limit: int) -> None:
                 terminal.plain(_name(decision["chosen"])),
                 str(decision["expected_reuse"]),
                 str(decision["prompt_tokens"]),
-                decision["reason"],
+                terminal.plain(decision["reason"]),
                 terminal.plain(_ended(decision["outcome"])),
                 terminal.plain(answer.target),
             )

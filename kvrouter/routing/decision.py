@@ -362,7 +362,7 @@ def read_question(data: bytes) -> Question | None:
     """The question in bytes; None for bytes that ask for nothing."""
     try:
         question = _question.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if question.request_id:
         return question if len(question.request_id) <= MAX_REQUEST_ID else None

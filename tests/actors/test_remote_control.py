@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import anyio
+import msgspec
 import pytest
 
 from dynbus.actors.commands.remote_control import (
@@ -40,10 +41,11 @@ from dynbus.actors.running.processes import ForkServer
 from dynbus.actors.running.supervisor import Supervisor
 from dynbus.bus.commands.server import Server
 from dynbus.bus.config import BusConfig
-from dynbus.bus.errors import NoInstances, Unavailable
+from dynbus.bus.errors import DynbusError, NoInstances, PermissionDenied, Unavailable
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.protocol.names import ReplySubjects, run_subject
 from dynbus.bus.protocol.random_ids import random_id
+from dynbus.bus.transport import Message
 from dynbus.testing import run
 
 SPLITTER, SHOUTER = "demo.Splitter", "demo.Shouter"
@@ -125,6 +127,53 @@ def test_each_run_of_a_namespace_shows_itself_once_with_its_host() -> None:
         ("a", "systemd", [SHOUTER]),
         ("b", "", [SPLITTER, "other.Shouter"]),
     ]
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [[], [""], ["demo"], ["other.Splitter"], ["demo. 0\r\n\r\nPUB x"], ["demo 0\r\nPUB x.y"]],
+)
+def test_an_answer_that_names_no_node_where_was_asked_is_no_run(nodes: list[str]) -> None:
+    """All components of a namespace hear operators, and may answer at any inbox."""
+
+    async def story(bus: Bus, server: Server) -> list[RunShown]:
+        forger = await bus.memory.connect()
+        answer = msgspec.json.encode(RunShown(1, [], nodes, run="forged", host="a"))
+        forger.subscribe(run_subject("demo"), lambda message: forger.publish(message.reply, answer))
+        async with bus.serving(Fake(SHOUTER), "b"):
+            return await find_runs(server, ["demo"])
+
+    found: list[RunShown] = told(story)
+
+    assert [one.host for one in found] == ["b"]
+
+
+def test_runs_are_steered_where_some_of_the_namespaces_are_not_the_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Front ends have a namespace of their own, which an operator of another one may not ask."""
+    refused: list[str] = []
+
+    async def story(bus: Bus, server: Server) -> list[RunShown]:
+        listeners: list[Callable[[DynbusError, str], object]] = []
+        monkeypatch.setattr(server.connection, "on_error", listeners.append)
+        # As a server does that does not let it publish there.
+        other, subject = await bus.memory.connect(), run_subject("dynbus")
+
+        def refuse(_: Message) -> None:
+            listeners[-1](PermissionDenied("no"), subject)
+
+        other.subscribe(subject, refuse)
+        async with bus.serving(Fake(SHOUTER), "b"):
+            found = await find_runs(server, ["demo", "dynbus"], refused.append)
+            with pytest.raises(PermissionDenied):
+                await find_runs(server, ["dynbus"])
+            return found
+
+    found: list[RunShown] = told(story)
+
+    assert [one.host for one in found] == ["b"]
+    assert len(refused) == 1
 
 
 def test_the_run_that_is_meant_alone_does_what_is_asked_however_long_it_takes() -> None:

@@ -478,6 +478,7 @@ Permissions are about subjects. What they leave open is closed where it arrives:
   - snapshots, large descriptions of memory and files of batches: object buckets of ADR-20 replace by roll-ups. A router without a snapshot starts from the stream. An agent whose large description is gone is not read from: only descriptions above 48 KiB are there;
   - the logs of resumable streams, which front ends alone write.
 - **`>` behind `*`.** nats-server lets who may subscribe to `a.*` subscribe to `a.>`. So an instance hears all that is below its own component, and users hear nothing by this that is another's.
+- **What instances say to operators.** All components hear `$SRV` and the questions to runs, each hears what the routers to it are asked, and who serves may answer at any inbox, also in another's name. Commands check the form of such answers and let none steer the terminal or choose where is asked next; what they say is as good as the users that may serve.
 - **Instances of one component** are one trust domain: each may take the others' requests and write their records.
 - **Who submits jobs** may read those that wait in that queue, and say how one ended, which is how it is cancelled.
 """

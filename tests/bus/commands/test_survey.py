@@ -13,11 +13,13 @@ from tests.bus.servers import server_stopped, survey_of
 
 from dynbus.bus.commands import survey as module
 from dynbus.bus.commands.survey import InstanceReport
+from dynbus.bus.context import MAX_ID_LENGTH
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer, free_port, run_server
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
 from dynbus.bus.records.instance_records import INSTANCES_STREAM, record_subject
+from dynbus.bus.serving.services import MOST_REQUESTS
 from dynbus.bus.transport import Message
 
 
@@ -47,6 +49,48 @@ def stats(instance_id: str = "i1", **changes: Any) -> bytes:
 )
 def test_an_answer_with_a_name_that_is_none_is_passed_over(data: bytes) -> None:
     assert InstanceReport.read(data) is None
+
+
+def at_endpoint(data: dict[str, Any], **counts: int) -> bytes:
+    return stats(endpoints=[{"name": "greet", "data": data, **counts}])
+
+
+def held(requests: int, components: int, request_id: str = "a") -> bytes:
+    one = {"id": request_id, "age": 1.0, "awaits": ["demo.Hello"] * components}
+    return stats(held={"process": "p", "count": 1, "requests": [one] * requests})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        at_endpoint({}, processing_time=10**400),
+        at_endpoint({}, num_requests=10**400),
+        at_endpoint({"running": 2**70}),
+        at_endpoint({"waiting": -1}),
+        at_endpoint({"requests": [{"id": "a" * 200}]}),
+        at_endpoint({"requests": [{"id": "a"}] * 10_000}),
+        stats(endpoints=[{"name": "a" * 1000, "data": {}}]),
+        # Each of them is a line, which has the id: megabytes would be gigabytes.
+        held(1, 50_000),
+        held(50_000, 1),
+        held(1, 1, "a" * 500_000),
+    ],
+)
+def test_an_answer_that_cannot_be_counted_or_makes_much_of_little_is_passed_over(
+    data: bytes,
+) -> None:
+    assert InstanceReport.read(data) is None
+
+
+def test_an_answer_with_as_many_requests_as_an_instance_names_is_read() -> None:
+    requests = [{"id": "a" * MAX_ID_LENGTH}] * MOST_REQUESTS
+    of_endpoint = InstanceReport.read(at_endpoint({"requests": requests}))
+    of_process = InstanceReport.read(held(MOST_REQUESTS, 8, "a" * MAX_ID_LENGTH))
+
+    assert of_endpoint is not None
+    assert len(of_endpoint.requests or ()) == MOST_REQUESTS
+    assert of_process is not None
+    assert of_process.held is not None
 
 
 @given(

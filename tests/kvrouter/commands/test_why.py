@@ -18,11 +18,18 @@ from tests.kvrouter.routing.routing_fixtures import HandIndex, by_name, decide, 
 from dynbus import Actor, Runtime, call_options, handler
 from dynbus.bus.config import load_config
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.kvrouter.commands.why import why
-from dynbus.kvrouter.commands.why_report import ask_routers, dump_decisions, print_answer
+from dynbus.kvrouter.commands.why_report import (
+    ask_routers,
+    dump_decisions,
+    print_answer,
+    print_latest,
+)
 from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.decision import Explanation, Question, tell
+from dynbus.kvrouter.routing.observing import TARGET_KEY
 from dynbus.kvrouter.routing.profiles import read_profile
 from dynbus.kvrouter.routing.router import open_router
 from dynbus.kvrouter.routing.router_actor import RouterActor
@@ -283,3 +290,106 @@ def test_a_damage_that_has_touched_a_request_says_whose_it_is_and_what_was_done(
         "  done    leave_instance",
         "  others  2 requests have used them as well",
     ]
+
+
+TOLD: dict[str, Any] = {
+    "ago_s": 1.0,
+    "request_id": "r",
+    "attempt": 1,
+    "prompt_tokens": 1,
+    "prompt_blocks": 1,
+    "block_size": 1,
+    "chosen": {"instance": "i", "dp_rank": 0},
+    "reason": "\x1b]0;title\x07[red]",
+    "policy": "p",
+    "temperature": 0.0,
+    "expected_reuse": 0,
+    "candidates": [],
+    "excluded": {},
+    "index_sequence": 0,
+    "awareness": "exact",
+    "session": "",
+    "waited_s": 0.0,
+    "shadows": [],
+    "outcome": {"first_item_s": None, "reused_tokens": None, "ended_s": None, "error": ""},
+}
+"""A decision in a form that can be shown."""
+
+
+def explanation(**fields: Any) -> bytes:
+    known = {"router": "r", "process": "p", "target": "demo.Odd", "cache_aware": "", "kept": 1}
+    return json.dumps({**known, "limit": 1, "oldest_s": 1.0, **fields}).encode()
+
+
+async def answered(url: str, data: bytes) -> list[Explanation]:
+    """The answers that are taken where an instance answers in the place of a router."""
+    connection = await connect([url])
+    name = f"Odd{secrets.token_hex(6)}"
+    connection.subscribe(
+        f"demo.{name}._kv_why", lambda message: connection.publish(message.reply, data)
+    )
+    await connection.barrier()
+    try:
+        question = Question(latest=1)
+        return await ask_routers(load_config({"servers": url}), question, "demo", name)
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        explanation(decisions=[{"ago_s": 1.0}]),
+        explanation(decisions=[{**TOLD, "ago_s": None}]),
+        explanation(decisions=[{**TOLD, "prompt_tokens": 10**400}]),
+        explanation(decisions=[{**TOLD, "outcome": []}]),
+        explanation(damages=[{"at": 1e300}]),
+        b'{"router":"r","x":' + b"[" * 100_000,
+    ],
+)
+def test_what_no_router_would_answer_is_passed_over(
+    nats_server: RunningServer, data: bytes
+) -> None:
+    assert asyncio.run(answered(nats_server.url, data)) == []
+
+
+def test_nothing_of_an_answer_steers_the_terminal(
+    nats_server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = asyncio.run(answered(nats_server.url, explanation(decisions=[TOLD])))
+
+    print_latest(answers, 1)
+    for answer in answers:
+        print_answer(answer)
+    shown = capsys.readouterr().out
+
+    assert "\\x1b]0;title" in shown
+    assert "[red]" in shown
+    assert "\x1b" not in shown
+
+
+def test_instances_that_say_that_they_route_to_no_component_keep_nobody_from_asking(
+    nats_server: RunningServer,
+) -> None:
+    async def story() -> list[Explanation]:
+        connection = await connect([nats_server.url])
+        endpoint = {"name": "odd", "data": {"status": {TARGET_KEY: "no name.Odd"}}}
+        stats = {
+            "name": "demo_Odd",
+            "id": "odd",
+            "started": "2026-01-01T00:00:00Z",
+            "metadata": {"dynbus.namespace": "demo"},
+            "endpoints": [endpoint],
+        }
+        answer = json.dumps(stats).encode()
+        connection.subscribe(
+            "$SRV.STATS", lambda message: connection.publish(message.reply, answer)
+        )
+        await connection.barrier()
+        try:
+            config = load_config({"servers": nats_server.url})
+            return await ask_routers(config, Question(latest=1), None, None)
+        finally:
+            await connection.close()
+
+    assert asyncio.run(story()) == []
