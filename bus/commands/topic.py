@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime
@@ -386,9 +387,14 @@ def replay(
     first = terminal.parse_time(since, "--from")
     last = None if until is None else terminal.parse_time(until, "--until")
 
+    def left_out(sequence: int, why: str) -> None:
+        terminal.notice(f"left out: the event with sequence {sequence}: {why}")
+
     async def give(connection: NatsConnection) -> tuple[int, str]:
         place = await _existing_group(connection, wanted, group)
         now = (await connection.jetstream.stream_info(wanted.stream)).now
+        # The clock of another region may be ahead: what has been copied was published.
+        end = math.inf if region else now
         age = await _age_of_copy(connection, wanted, region) if region else ""
         given = await topics.replay(
             connection.jetstream,
@@ -396,8 +402,9 @@ def replay(
             group,
             place,
             since=first(now),
-            until=now if last is None else last(now),
+            until=end if last is None else last(now),
             region=region,
+            on_left_out=left_out,
         )
         return given, age
 

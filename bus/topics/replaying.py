@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from dynbus.bus.background import task_group
+from dynbus.bus.errors import ConfigError, PayloadTooLarge
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import copy_stream, event_subject, group_subject, job_token
 from dynbus.bus.protocol.random_ids import random_id
@@ -77,6 +78,7 @@ async def replay(
     since: float = -math.inf,
     until: float = math.inf,
     region: str = "",
+    on_left_out: Callable[[int, str], object] = lambda sequence, why: None,
 ) -> int:
     """Give a group the events once more that it has had, or those of another region; how many there
     were.
@@ -87,7 +89,10 @@ async def replay(
     Args:
         since, until: when they were published, in Unix seconds by the server's clock.
         region: another one, whose events are read in the copy that is kept here; empty for the own.
-            Nobody knows here which of them its group has had: all are given.
+            Nobody knows here which of them its group has had: all are given that the copy has when
+            this begins.
+        on_left_out: called with the sequence of an event that cannot be given, and why: its copy
+            does not fit into a message, or it has an id that no event can have.
 
     Raises:
         StreamFull: the topic has no room for all of them; those that were given stay.
@@ -96,6 +101,8 @@ async def replay(
     """
     name = random_id()
     stream = copy_stream(topic.stream, region) if region else topic.stream
+    # Who publishes on, faster than events are given, keeps nobody at it.
+    last = (await jetstream.stream_info(stream)).last_sequence
     given: list[int] = []
     refused: list[StreamFull] = []
 
@@ -106,15 +113,19 @@ async def replay(
         while page := await jetstream.read_page(stream, subject, start=start):
             for message in page:
                 still_waits = not region and not place.has_had(number, message.sequence)
-                if refused or still_waits:
+                if refused or still_waits or message.sequence > last:
                     return
-                if not since <= message.time <= until:
+                if not since <= message.time <= until or header_names.STREAM in message.headers:
+                    # Nobody has published an answer of the server.
                     continue
                 try:
                     await _give(jetstream, message, below, name)
                 except StreamFull as error:
                     refused.append(error)
                     return
+                except (PayloadTooLarge, ConfigError) as error:
+                    on_left_out(message.sequence, str(error))
+                    continue
                 given.append(message.sequence)
             start = page[-1].sequence + 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -13,6 +14,8 @@ from click.testing import CliRunner, Result
 from tests.conditions import eventually
 
 from dynbus import Actor, ConfigError, InvalidRequest, Overloaded, Runtime, Topic, subscribe
+from dynbus.bus import topics
+from dynbus.bus.commands import topic as topic_module
 from dynbus.bus.commands.terminal import terminal
 from dynbus.bus.commands.topic import topic as command_group
 from dynbus.bus.nats import direct_get
@@ -139,6 +142,52 @@ async def test_a_full_topic_has_no_room_for_a_replay_or_an_event(
     assert "were given to billing again" in str(refused.exception)
     assert isinstance(full.exception, Overloaded)
     assert full.exception.retry_after
+
+
+async def test_events_that_cannot_be_given_again_keep_no_others_from_it(
+    runtime: Runtime, command: Command
+) -> None:
+    office = Office(runtime)
+    await office.open()
+    data, stream = runtime.bus.data, office.topic.config().stream
+    subject = f"{office.namespace}._topic.conversation.closed._event.k"
+    # Plain clients publish as well, and who may ask the server names where it answers.
+    data.publish(subject, b"1" * data.max_payload)
+    data.publish(subject, b"2", headers="NATS/1.0\r\nDynbus-Job: ä\r\n\r\n".encode())
+    data.publish(f"$JS.API.STREAM.INFO.{stream}", b"", reply=subject)
+    await office.publish(3)
+    await office.wait("search", 1)
+
+    replayed = await command("replay", office.name, "search", "--from", "all")
+
+    assert replayed.stdout == "replayed: 1 events to search\n"
+    assert [line.partition(":")[0] for line in replayed.stderr.splitlines()] == ["left out"] * 2
+    assert await office.wait("search", 2) == [3, 3]
+
+
+async def test_events_of_another_region_are_given_whatever_its_clock_says(
+    runtime: Runtime, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    office = Office(runtime)
+    await office.open()
+    asked: list[dict[str, Any]] = []
+
+    async def replay(*_: object, **options: Any) -> int:
+        asked.append(options)
+        return 0
+
+    async def age(*_: object) -> str:
+        return ""
+
+    monkeypatch.setattr(topics, "replay", replay)
+    monkeypatch.setattr(topic_module, "_age_of_copy", age)
+    for arguments in (("--of", "eu"), ("--of", "eu", "--until", "2027-01-31"), ()):
+        await command("replay", office.name, "search", "--from", "all", *arguments)
+
+    of_copy, until, own = (one["until"] for one in asked)
+    assert of_copy == math.inf
+    assert until == 1801353600.0
+    assert own < math.inf
 
 
 async def test_an_event_is_published_and_shown(runtime: Runtime, command: Command) -> None:
