@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeVar
 import anyio
 import msgspec
 
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import DynbusError, InvalidRequest
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
     SCHEDULE,
@@ -345,12 +345,18 @@ class JobLog:
         any other.
 
         Raises:
+            InvalidRequest: the record cannot be read.
             Unavailable: the server does not answer.
         """
         message = await self._last_message(job_id, RUN_RECORD)
         if message is None:
             return None, 0
-        return msgspec.json.decode(message.data, type=RunState), message.sequence
+        try:
+            return msgspec.json.decode(message.data, type=RunState), message.sequence
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(
+                f"the run state of job {job_id} of {self.queue} cannot be read: {error}"
+            ) from None
 
     async def has_begun(self, job_id: str) -> bool:
         """True if a job has waited, finished a step, or failed in a try.
@@ -404,7 +410,8 @@ class JobLog:
 
     async def last_firing(self) -> tuple[float, int]:
         """The last time for which a scheduled handler was submitted, in Unix seconds, and the
-        sequence of the record that says so; zeros where there is none.
+        sequence of the record that says so; zeros where there is none. Of a record that cannot be
+        read it is the time at which that was stored.
 
         Raises:
             Unavailable: the server does not answer.
@@ -417,7 +424,12 @@ class JobLog:
             return 0.0, 0
         if message is None:
             return 0.0, 0
-        return msgspec.json.decode(message.data, type=float), message.sequence
+        try:
+            return msgspec.json.decode(message.data, type=float), message.sequence
+        except msgspec.MsgspecError as error:
+            # Who may ask the server something may have its answer stored here.
+            logger.warning("the last firing of %s cannot be read: %s", self.queue, error)
+            return message.time, message.sequence
 
     async def store_firing(self, due: float, last: int) -> int:
         """Store that time where the last record has this sequence, 0 for none; the sequence of the

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dynbus.bus.errors import Unavailable
+from dynbus.bus.errors import InvalidRequest, Unavailable
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.names import SCHEDULE, EndpointName, job_log_subject
 from dynbus.bus.work_queue.job_log import JobLog, JobResult, Outcome
 
 QUEUE = EndpointName("shop", "Till", "charge")
@@ -62,3 +62,22 @@ async def test_only_the_last_claim_of_a_job_stores_steps_also_after_the_job_has_
 
     assert not await log.store_step("one", 2, b"d", 0)
     assert await log.steps("one") == {}
+
+
+@pytest.mark.anyio
+async def test_records_that_nobody_of_ours_wrote_end_no_process() -> None:
+    """The server stores its answer to anybody's question where that names a subject of the log."""
+    jetstream = (await MemoryBus().connect()).jetstream
+    log = JobLog(jetstream, QUEUE)
+    await log.ensure()
+    for subject in (job_log_subject(QUEUE, SCHEDULE, "last"), log.subject("one", "log.run")):
+        await jetstream.publish(subject, b"")
+
+    fired, sequence = await log.last_firing()
+    with pytest.raises(InvalidRequest):
+        await log.run_state("one")
+    stored = await log.store_firing(fired + 1.0, sequence)
+
+    assert fired > 0.0
+    assert stored
+    assert await log.last_firing() == (fired + 1.0, stored)
