@@ -53,7 +53,7 @@ SILENT_AFTER: Final = 1.1
 """Seconds after a ping, or after the last that came, for which nothing comes from a server that is
 silent; longer where its answers took long just now."""
 SLOW_ANSWERS: Final = 4.0
-"""How many of the longest answers of late a silence lasts at least."""
+"""The number of times the longest answer of late that a silence lasts at least."""
 FORGETTING: Final = 0.75
 """The part of the longest answer that counts after another one."""
 DEAF_AFTER: Final = 10.0
