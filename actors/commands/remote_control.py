@@ -57,10 +57,13 @@ class Asked(msgspec.Struct, frozen=True):
 
     Attributes:
         run: the id of the one that is meant; empty for all, which are only to show themselves.
+        host: where that one is to be. Whoever hears the question may show the run of another host
+            as its own; one that is not there does nothing. Empty for anywhere.
     """
 
     question: Question
     run: str = ""
+    host: str = ""
 
 
 _read_asked: Final = msgspec.json.Decoder(Asked).decode
@@ -184,7 +187,7 @@ class RemoteControl:
 
         if not asked.run:
             tell(self._shown())
-        elif asked.run == self._run:
+        elif asked.run == self._run and asked.host in ("", self._host):
             self._answering += 1
             self._idle = anyio.Event() if self._answering == 1 else self._idle
             try:
@@ -311,7 +314,8 @@ async def ask_over_bus(
     try:
         await connection.barrier()
         subject = run_subject(run.nodes[0].partition(".")[0])
-        connection.publish(subject, msgspec.json.encode(Asked(question, run.run)), reply=inbox)
+        asked = Asked(question, run.run, run.host)
+        connection.publish(subject, msgspec.json.encode(asked), reply=inbox)
         while True:
             message: Message | None = None
             with anyio.move_on_after(SILENCE_SECONDS):

@@ -192,6 +192,19 @@ def test_the_run_that_is_meant_alone_does_what_is_asked_however_long_it_takes() 
     assert done == [[(SPLITTER, 3)], []]
 
 
+def test_a_run_that_another_shows_as_one_of_its_own_host_does_nothing() -> None:
+    async def story(bus: Bus, server: Server) -> list[object]:
+        supervisor = Fake(SPLITTER)
+        async with bus.serving(supervisor, "b"):
+            (shown,) = await find_runs(server, ["demo"])
+            forged = msgspec.structs.replace(shown, host="a")
+            with pytest.raises(Unavailable, match="on a says nothing any more"):
+                await answers(server, forged, StopRun())
+        return supervisor.done
+
+    assert told(story) == []
+
+
 def test_a_run_that_is_stopped_says_that_it_has_ended() -> None:
     async def story(bus: Bus, server: Server) -> tuple[list[Answer], list[object]]:
         supervisor, said = Fake(SPLITTER), list[Answer]()
