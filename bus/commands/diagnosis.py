@@ -160,7 +160,8 @@ def check_bucket(config: Mapping[str, Any] | None) -> Check:
     """Check that the bucket of instances is as dynbus makes it; None when it does not exist."""
     name = "instances bucket"
     if config is None:
-        return Check(name, "ok", "not there yet; the first instance makes it")
+        text = "not there yet; `dynbus setup` makes it, or the first instance that may"
+        return Check(name, "ok", text)
     needed = stream_request(INSTANCES_STREAM)
     wrong = misfits(config, INSTANCES_STREAM)
     wrong += [

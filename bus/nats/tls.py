@@ -97,7 +97,7 @@ class ClientTls:
         if code in _UNKNOWN_AUTHORITY:
             return (
                 f"its certificate is signed by none of {source}: name the file with its "
-                "authority by tls_ca"
+                "authority by tls_ca (DYNBUS_TLS_CA)"
             )
         if code in _OTHER_NAME:
             return (

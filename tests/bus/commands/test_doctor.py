@@ -229,3 +229,7 @@ def test_without_a_server_the_command_fails_and_says_how_to_get_one(scheme: str)
     assert (server["name"], server["status"]) == ("server", "fail")
     assert "`dynbus run` starts one here" in server["remedy"]
     assert "secret" not in result.stdout
+
+
+def test_a_bucket_of_instances_that_is_missing_is_made_by_setup() -> None:
+    assert "`dynbus setup` makes it" in check_bucket(None).found
