@@ -30,6 +30,7 @@ from dynbus.actors.running.control import (
     ShowRun,
     StopRun,
 )
+from dynbus.actors.running.supervisor import Supervisor
 from dynbus.bus.background import task_group
 from dynbus.bus.commands.server import Server
 from dynbus.bus.errors import DynbusError, NoInstances, PermissionDenied, Unavailable
@@ -104,6 +105,13 @@ def advice(owner: Owner, question: Question, host: str) -> str:
 
 
 # The run's end --------------------------------------------------------------------------------
+
+
+def heard_as(supervisor: Supervisor) -> list[str]:
+    """The component as which a run hears operators: the first that it has instances of, since a
+    host may have the credentials of no other. Empty for a run without any.
+    """
+    return [node.address for node in supervisor.nodes.values() if node.service.workers][:1]
 
 
 class RemoteControl:

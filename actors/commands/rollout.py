@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from dynbus.actors.compatibility.changes import Change, changes
 from dynbus.actors.compatibility.endpoint_contract import EndpointContract
 from dynbus.actors.compatibility.running import RunningVersion, running_versions
@@ -23,6 +25,7 @@ from dynbus.actors.running.supervisor import ChangeFailed
 from dynbus.bus.commands.server import connected
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError
+from dynbus.bus.identity.credentials import own_credentials
 from dynbus.bus.protocol.names import ComponentName
 
 WITHOUT_CHECK = "`dynbus restart --force` restarts without this check"
@@ -61,16 +64,30 @@ class Rollout:
             ) from None
         except OSError as error:
             raise ChangeFailed(f"no process to load the new version can be made: {error}") from None
-        called = {address for one in new.values() for address in one.calls}
-        addresses = [ComponentName.parse(one) for one in sorted({*new, *called})]
         try:
-            async with connected(self._config, "dynbus-restart") as server:
-                running = await running_versions(server, addresses)
+            running = await self._running(new)
         except DynbusError as error:
             raise ChangeFailed(
                 f"nothing is restarted, since nobody tells what runs: {error}; {WITHOUT_CHECK}"
             ) from None
         return rollout_misfits(new, running)
+
+    async def _running(self, new: Mapping[str, NodeContracts]) -> list[RunningVersion]:
+        """The versions that run of nodes and of what they call, of a folder of credentials each
+        asked with that of the node.
+        """
+        asked: dict[str, set[str]] = {}
+        for address, node in sorted(new.items()):
+            credentials = own_credentials(self._config.credentials, [address])
+            asked.setdefault(credentials, set()).update((address, *node.calls))
+        running: dict[str, list[RunningVersion]] = {}
+        for credentials, addresses in asked.items():
+            config = msgspec.structs.replace(self._config, credentials=credentials)
+            unasked = [ComponentName.parse(one) for one in sorted(addresses - running.keys())]
+            async with connected(config, "dynbus-restart") as server:
+                for version in await running_versions(server, unasked):
+                    running.setdefault(str(version.address), []).append(version)
+        return [version for versions in running.values() for version in versions]
 
 
 def rollout_misfits(

@@ -67,7 +67,7 @@ from .options import (
 )
 from .plan import print_plan
 from .reload import Reloader, Watch, watching
-from .remote_control import RemoteControl, own_owner
+from .remote_control import RemoteControl, heard_as, own_owner
 from .rollout import Rollout
 from .starting import show_start
 
@@ -304,7 +304,7 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
         await stack.enter_async_context(embedded_if_local(config, fresh=options.fresh))
         remote = RemoteControl(
             control,
-            partial(_connected_as_first, config, control.nodes[:1]),
+            partial(_connected_as, config, partial(heard_as, supervisor)),
             host=config.own_host,
             zone=config.zone,
             owner=own_owner(),
@@ -324,15 +324,15 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
     return (supervisor.failure if failed else None), supervisor.exit_code
 
 
-def _connected_as_first(
-    config: BusConfig, served: Sequence[str]
+def _connected_as(
+    config: BusConfig, served: Callable[[], Sequence[str]]
 ) -> contextlib.AbstractAsyncContextManager[Server]:
-    """A connection to the bus, of a folder of credentials with that of a component that is served.
+    """A connection to the bus, of a folder of credentials with that of a component.
 
     Raises:
         ConfigError: there is none.
     """
-    credentials = own_credentials(config.credentials, served)
+    credentials = own_credentials(config.credentials, served())
     return connected(msgspec.structs.replace(config, credentials=credentials), "dynbus-run")
 
 

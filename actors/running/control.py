@@ -263,7 +263,7 @@ class Control:
             )
         else:
             addresses = [supervisor.find(name) for name in question.names]
-            addresses = addresses or list(supervisor.nodes)
+            addresses = addresses or supervisor.served()
             if not question.force:
                 nodes = [supervisor.nodes[address] for address in addresses]
                 check_rollout(await self._check(nodes), step)

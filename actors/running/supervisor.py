@@ -340,6 +340,14 @@ class Supervisor:
         children = [c for c in self.children if c.node.address == address and not c.is_leaving]
         return sorted(children, key=lambda child: child.number)
 
+    def served(self) -> list[str]:
+        """The addresses of the nodes that are to have instances here, or have some."""
+        return [
+            address
+            for address, node in self.nodes.items()
+            if node.service.workers or self.instances(address)
+        ]
+
     async def _forget_ended(self, address: str) -> None:
         """Give up instances that have ended and do not restart: others take their place."""
         await self._retire([child for child in self.instances(address) if child.ended.is_set()])

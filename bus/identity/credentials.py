@@ -48,7 +48,8 @@ def own_credentials(credentials: str, served: Sequence[str]) -> str:
     if not there:
         raise ConfigError(
             f"there is no {paths[0]}, and no {paths[1].name}, which would be the credential of "
-            f"{served[0]}: make it with `dynbus auth add`"
+            f"{served[0]}: make it with `dynbus auth add` and bring it here, or leave "
+            f"{served[0]} to another host (--{served[0].partition('.')[2]}.workers=0)"
         )
     return str(there[0])
 

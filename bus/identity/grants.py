@@ -165,6 +165,8 @@ def serves(component: ComponentName) -> list[Grant]:
                 abroad_subject("*", component.instance("*")),
                 # Asks whether another process has its id.
                 component.instance("*").control_subject,
+                # Before a restart: what those that run read and write.
+                f"{component}.{SCHEMA}.*",
             ),
         ),
         hears_cancels(component.namespace),

@@ -18,8 +18,10 @@ from dynbus.actors.commands.remote_control import (
     ask_over_bus,
     find_runs,
     fitting,
+    heard_as,
     owner_of,
 )
+from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.control import (
     Answer,
@@ -328,3 +330,19 @@ def test_that_no_run_fits_is_said_with_those_that_there_are() -> None:
     assert str(caught.value) == (
         "no dynbus run on host c with process 4 has Splitter; there are: a 1: demo.Splitter"
     )
+
+
+def test_a_run_hears_operators_as_a_component_that_it_has_instances_of() -> None:
+    elsewhere, here = (
+        PlannedNode(
+            address=address, actor="split:Splitter", depth=0, service=ServiceArgs(workers=workers)
+        )
+        for address, workers in ((SPLITTER, 0), (SHOUTER, 2))
+    )
+    supervisor = Fake()
+    assert heard_as(supervisor) == []
+
+    supervisor.nodes = {node.address: node for node in (elsewhere, here)}
+
+    assert heard_as(supervisor) == [SHOUTER]
+    assert supervisor.served() == [SHOUTER]

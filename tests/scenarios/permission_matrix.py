@@ -178,6 +178,7 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         may("call a method of Shop", "publish", "demo.Shop.order", "Router frontend caller operator"),
         may("call another engine of the component", "publish", "demo.Engine.lend_prefix.i", "Engine Router frontend caller operator"),
         may("control a call of Printer", "publish", "demo.Printer._ctl.i", "Printer Shop Router frontend caller operator"),
+        may("ask what Printer reads and writes", "publish", "demo.Printer._schema.i", "Printer Shop Router frontend caller operator"),
         may("call in another namespace", "publish", "other.Printer.ink", "stranger"),
         may("cancel requests of all", "publish", "demo._cancel", "operator"),
         may("hear cancels", "subscribe", "demo._cancel", EVERYBODY - {"stranger"}),

@@ -23,6 +23,7 @@ from dynbus.actors.running.processes import ForkServer
 from dynbus.actors.running.supervisor import ChangeFailed
 from dynbus.bus.commands.server import connected
 from dynbus.bus.config import BusConfig
+from dynbus.bus.identity.keys import new_key, write_seed
 from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import ComponentName
@@ -143,6 +144,24 @@ async def test_the_files_as_they_are_now_are_compared_with_every_instance_on_the
     assert nobody == []
     assert [misfit.breaks for misfit in found] == [True]
     assert found[0].text.startswith(f"rollout.Splitter.split: {SENT}")
+
+
+@pytest.mark.anyio
+async def test_what_runs_is_asked_with_the_key_of_the_node_in_a_folder(
+    tmp_path: Path, own_server: RunningServer
+) -> None:
+    (tmp_path / "rolled_out_with_a_key.py").write_text(SOURCE)
+    write_seed(tmp_path / "rollout_Splitter.nk", new_key().seed)
+    settings = WorkerSettings([str(tmp_path), *sys.path], {})
+    config = BusConfig(servers=(own_server.url,), credentials=str(tmp_path))
+    async with ForkServer() as forks, Runtime.connect(own_server.url) as runtime:
+        await runtime.start(Old)
+
+        found = await Rollout(forks, lambda: settings, config).misfits(
+            [node("rolled_out_with_a_key")]
+        )
+
+    assert [misfit.breaks for misfit in found] == [True]
 
 
 @pytest.mark.anyio

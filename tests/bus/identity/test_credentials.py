@@ -92,7 +92,8 @@ def test_a_process_of_a_run_finds_its_own_file_in_a_folder(tmp_path: Path) -> No
 
 
 def test_a_component_without_a_file_is_told_how_to_get_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no .*demo_Printer\.nk.* with `dynbus auth add`"):
+    remedies = r"with `dynbus auth add` and bring it here, .*--Printer\.workers=0"
+    with pytest.raises(ConfigError, match=rf"no .*demo_Printer\.nk.* {remedies}"):
         own_credentials(str(tmp_path), ["demo.Printer"])
 
 

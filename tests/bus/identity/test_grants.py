@@ -97,6 +97,7 @@ def test_an_instance_hears_its_own_component_and_writes_its_own_records() -> Non
         "$JS.API.STREAM.MSG.GET.KV_dynbus_instances",
         "_abroad.*.demo.Printer.*",
         "demo.Printer._ctl.*",
+        "demo.Printer._schema.*",
     )
     assert cancels.subscribe == ("demo._cancel",)
     assert (operators.publish, operators.subscribe) == ((), ("demo._run",))
