@@ -58,8 +58,8 @@ class Asked(msgspec.Struct, frozen=True):
 
     Attributes:
         run: the id of the one that is meant; empty for all, which are only to show themselves.
-        host: where that one is to be. Whoever hears the question may show the run of another host
-            as its own; one that is not there does nothing. Empty for anywhere.
+        host: where that one is to be; empty for anywhere. A component that hears the question may
+            show the run of another host as its own: one that is not there does nothing.
     """
 
     question: Question
