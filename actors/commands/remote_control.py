@@ -111,7 +111,7 @@ def heard_as(supervisor: Supervisor) -> list[str]:
     """The component as which a run hears operators: the first that it has instances of, since a
     host may have the credentials of no other. Empty for a run without any.
     """
-    return [node.address for node in supervisor.nodes.values() if node.service.workers][:1]
+    return supervisor.served()[:1]
 
 
 class RemoteControl:

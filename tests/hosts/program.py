@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,19 @@ from tests.conditions import PATIENCE, wait_until
 from .namespaces import Namespaces
 
 ROOT = Path(__file__).parents[2]
+
+
+def dynbus_in(folder: Path, *words: str) -> str:
+    """The output of a command of dynbus that asks nobody, in a folder of the operator's machine."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dynbus", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 class Program:

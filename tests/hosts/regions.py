@@ -4,7 +4,6 @@ deploy nats` writes, with TLS and users."""
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from dynbus.bus.nats.server_process import find_nats_server
 
 from .host import Host
 from .lab import Lab
-from .program import Program
+from .program import Program, dynbus_in
 
 WORKLOAD = str(Path(__file__).with_name("workload.py"))
 
@@ -44,15 +43,7 @@ class Regions:
 
     def dynbus(self, *words: str) -> str:
         """The output of a command that asks nobody."""
-        done = subprocess.run(
-            [sys.executable, "-m", "dynbus", *words],
-            cwd=self._folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return dynbus_in(self._folder, *words)
 
     def _make(self) -> None:
         """Write the users, and the files of all servers."""

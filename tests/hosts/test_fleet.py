@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from dynbus.bus.nats.server_process import find_nats_server
 
 from .host import Host
 from .lab import Lab
-from .program import Program
+from .program import Program, dynbus_in
 
 ACTORS = """
 from dynbus import Actor, handler
@@ -68,15 +67,7 @@ class Fleet:
 
     def make(self, *command: str) -> str:
         """The output of a command of dynbus that asks nobody, in the project's folder."""
-        done = subprocess.run(
-            [sys.executable, "-m", "dynbus", *command],
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return dynbus_in(self.folder, *command)
 
     def command(self, user: str, *words: str) -> list[str]:
         """A command line that runs in the project's folder with the key of a user."""

@@ -45,13 +45,15 @@ async def leader_of(
 
 async def submit(runtime: Runtime, number: int) -> None:
     """Submit a job under a key of its own, however often the servers are away meanwhile."""
-    while True:
+
+    async def is_submitted() -> bool:
         try:
             await runtime.client(Shop).sell.submit(Order(number), idempotency_key=f"k-{number}")
         except Unavailable:
-            await asyncio.sleep(0.1)
-        else:
-            return
+            return False
+        return True
+
+    await eventually(is_submitted)
 
 
 @pytest.mark.timeout(300)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
 
 import pytest
 from tests.conditions import eventually
 
 from dynbus.bus.nats.answers import is_answer
-from dynbus.bus.nats.connection import NatsConnection, connect
-from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.protocol.headers import STREAM
 from dynbus.bus.transport import (
     Delivery,
@@ -20,13 +18,6 @@ from dynbus.bus.transport import (
 )
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def connection(nats_server: RunningServer) -> AsyncIterator[NatsConnection]:
-    connection = await connect([nats_server.url])
-    yield connection
-    await connection.close()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,17 +13,10 @@ from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import PermissionDenied, Unavailable
 from dynbus.bus.nats.api_requests import NoResponders
 from dynbus.bus.nats.connection import NatsConnection, connect
-from dynbus.bus.nats.server_process import RunningServer, run_server
+from dynbus.bus.nats.server_process import run_server
 from dynbus.bus.transport import Message
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def connection(nats_server: RunningServer) -> AsyncIterator[NatsConnection]:
-    connection = await connect([nats_server.url])
-    yield connection
-    await connection.close()
 
 
 @pytest.fixture

@@ -16,19 +16,11 @@ from hypothesis import strategies as st
 from tests.conditions import eventually
 
 from dynbus.bus.drops import DropReason
-from dynbus.bus.nats.connection import NatsConnection, connect
+from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.consumer import ack_position
-from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.transport import Message, NoStream, StoredMessage, StreamConfig
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def connection(nats_server: RunningServer) -> AsyncIterator[NatsConnection]:
-    connection = await connect([nats_server.url])
-    yield connection
-    await connection.close()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,6 @@ from dynbus.bus.nats.stream_config import stream_request
 from dynbus.bus.transport import Message, NoRollup, NoStream, StreamConfig, StreamLimits
 
 SECOND = 1_000_000_000
-
-
-@pytest.fixture
-async def connection(nats_server: RunningServer) -> AsyncIterator[NatsConnection]:
-    connection = await connect([nats_server.url])
-    yield connection
-    await connection.close()
 
 
 @pytest.fixture
