@@ -99,6 +99,33 @@ def test_a_thread_that_waits_for_others_does_not_work(method: Callable[[Held], N
         threads.end()
 
 
+def test_a_job_that_starts_a_thread_works_although_it_waits_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = WorkingThreads()
+    may_begin, asked = threading.Event(), threading.Event()
+    begin = threading.Thread._bootstrap  # type: ignore[attr-defined]
+
+    def begin_late(thread: threading.Thread) -> None:
+        if thread.name == "late":
+            asked.set()
+            may_begin.wait(BOUND)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap", begin_late)
+    with ThreadPoolExecutor(1) as pool:
+        job, run = found.begin(pool, threading.Thread(target=int, name="late").start)
+        started = pool.submit(run)
+        asked.wait(BOUND)
+
+        meanwhile = found.working()
+        may_begin.set()
+        started.result(BOUND)
+        found.finish(job)
+
+    assert len(meanwhile) == 1
+
+
 def test_a_job_works_from_its_submission_to_its_end_also_in_a_wait_with_a_limit() -> None:
     found = WorkingThreads()
     with ThreadPoolExecutor(1) as pool, held() as threads:
