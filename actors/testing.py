@@ -190,6 +190,7 @@ class TestKit:
                 pause = min(SETTLED_AFTER, left)
             loop.expect(pause)
             await anyio.sleep(pause)
+            await loop.everything_waits()
             is_settled = True
 
     def _schedules(self) -> list[ScheduleRunner]:

@@ -126,6 +126,13 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         now = self.time()
         return any(not one.cancelled() and one.when() > now for one in self._foreign)
 
+    async def everything_waits(self) -> None:
+        """Return when everything else waits, before time moves on: what was due at this very
+        moment has run then."""
+        waiter: asyncio.Future[None] = self.create_future()
+        self._virtual.waiters.append(waiter)
+        await waiter
+
     def expect(self, seconds: float) -> None:
         """Let `seconds` go by without counting towards `limit`: somebody waits for just them."""
         self._virtual.expect(seconds)
@@ -155,6 +162,9 @@ class _VirtualSelector(selectors.DefaultSelector):
 
     The loop asks it to wait exactly when no callback is ready: for `timeout` seconds, or for
     ever when no timer is set.
+
+    Attributes:
+        waiters: done when nothing else can run.
     """
 
     def __init__(
@@ -172,6 +182,7 @@ class _VirtualSelector(selectors.DefaultSelector):
         self._end = start + limit
         self._limit = limit
         self._patience = patience
+        self.waiters: list[asyncio.Future[None]] = []
 
     def expect(self, seconds: float) -> None:
         """See `JumpingLoop.expect`."""
@@ -184,6 +195,12 @@ class _VirtualSelector(selectors.DefaultSelector):
         events = self._wait_for_threads() or super().select(self._real_wait(timeout))
         if events:
             return events
+        if self.waiters:
+            waiters, self.waiters = self.waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            return []
         if timeout is None:
             raise Deadlock(f"deadlock: every task waits and no timer is set{self._waiting()}")
         self.now += timeout

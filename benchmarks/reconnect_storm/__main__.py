@@ -33,6 +33,11 @@ PROGRAM = "benchmarks.reconnect_storm.part"
 CONNECTIONS = 2
 """Of an instance."""
 LOOK = 0.1
+INSTANCES = "KV_dynbus_instances"
+ANY = "any"
+VICTIMS = ("instances", "streams", "nothing", ANY)
+"""The server that is killed: the leader of the instances' bucket, of all streams' placing, of
+neither, or any."""
 
 
 class Served(NamedTuple):
@@ -76,12 +81,22 @@ class Servers:
     def url(self) -> str:
         return ",".join(server.url for server in self.running.values())
 
-    def kill_one(self) -> int:
-        """Kill the last one; how many clients it had."""
-        monitor, server = self.running.popitem()
+    def kill(self, victim: str) -> int:
+        """Kill one, see `VICTIMS`; how many clients it had."""
+        monitor = next(one for one in self.running if victim in (ANY, *self._leads(one)))
         clients = int(_ask(monitor, "varz")["connections"])
-        server.kill()
+        self.running.pop(monitor).kill()
         return clients
+
+    def _leads(self, monitor: int) -> list[str]:
+        name = _ask(monitor, "varz")["server_name"]
+        streams = _ask(monitor, "jsz?streams=true&accounts=true")
+        leads = ["streams"] if streams["meta_cluster"]["leader"] == name else []
+        for account in streams["account_details"]:
+            for stream in account["stream_detail"]:
+                if stream["name"] == INSTANCES and stream["cluster"]["leader"] == name:
+                    leads.append("instances")
+        return leads or ["nothing"]
 
     def look(self) -> Served:
         """Their figures now."""
@@ -181,6 +196,7 @@ async def measure(
     calls: int,
     rate: float,
     rest: float,
+    victim: str,
     folder: Path,
 ) -> Figures:
     """Start the fleet, watch it rest, and kill a server under calls."""
@@ -199,7 +215,7 @@ async def measure(
         before = servers.look()
         clients = before.connections
         await asyncio.sleep(calls / rate / 4)
-        killed, lost = unix_time(), servers.kill_one()
+        killed, lost = unix_time(), servers.kill(victim)
         watch = perf_counter()
         while servers.connections < clients and perf_counter() - watch < 120.0:  # noqa: ASYNC110
             await asyncio.sleep(LOOK)
@@ -257,6 +273,7 @@ async def _watch(
 @click.option("--calls", type=click.IntRange(100), default=20_000, show_default=True)
 @click.option("--rate", type=click.FloatRange(1), default=200.0, show_default=True)
 @click.option("--rest", type=click.FloatRange(1), default=20.0, show_default=True)
+@click.option("--victim", type=click.Choice(VICTIMS), default="instances", show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 def main(
     instances: int,
@@ -265,12 +282,13 @@ def main(
     calls: int,
     rate: float,
     rest: float,
+    victim: str,
     as_json: bool,
 ) -> None:
     """Kill one of three servers under many instances."""
     with tempfile.TemporaryDirectory() as name:
         figures = asyncio.run(
-            measure(instances, processes, together, calls, rate, rest, Path(name))
+            measure(instances, processes, together, calls, rate, rest, victim, Path(name))
         )
     if as_json:
         click.echo(json.dumps(figures._asdict()))

@@ -318,20 +318,21 @@ class LeaseKeeper:
         self._tell(before)
 
     async def _keep(self) -> None:
-        delay = RETRY_DELAY
+        wait, failures = self._leased.pause(), 0
         while True:
-            with anyio.move_on_after(self._leased.lease.ttl / 3):
+            with anyio.move_on_after(wait):
                 await self._now.wait()
             self._now.clear()
             if self._paused:
                 continue
             try:
                 await self._renew()
-                delay = RETRY_DELAY
+                wait, failures = self._leased.pause(), 0
             except ConfigError:
                 logger.exception("%r was taken over", self._leased.lease)
                 return
             except DynbusError as error:
+                failures += 1
                 is_waiting = isinstance(error, Unavailable)
                 if is_waiting:
                     self._note_lapse()
@@ -339,11 +340,7 @@ class LeaseKeeper:
                 if is_waiting:
                     # To look for the reason takes seconds where nobody answers.
                     self._note_lapse()
-                else:
-                    # What the server refused at once it would refuse at once again.
-                    delay = min(2 * delay, self._leased.lease.ttl / 3)
-                await anyio.sleep(delay)
-                self._now.set()
+                wait = self._leased.delay(failures, error)
             else:
                 await self._count()
 

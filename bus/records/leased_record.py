@@ -24,6 +24,10 @@ WRITE_TIMEOUT: Final = 2.0
 ANSWER_TIMEOUT: Final = 2.0
 WRITES: Final = 4
 """Tries of one write; each learns from the one before what to expect."""
+EARLIEST: Final = 0.8
+"""The part of the time between two renewals after which the next one may come."""
+FIRST_DELAY: Final = 0.25
+"""Seconds between a write that failed and the next, which double with each that fails."""
 
 
 class LeaseState(Enum):
@@ -200,6 +204,18 @@ class LeasedRecord:
 
     def __repr__(self) -> str:
         return f"<LeasedRecord {self.lease!r}>"
+
+    def pause(self) -> float:
+        """Seconds until the next renewal, a third of the TTL at most: drawn, so that many holders
+        that were held up together do not write together ever after."""
+        return self.lease.ttl / 3 * jitter.uniform(EARLIEST, 1.0)
+
+    def delay(self, failures: int, error: DynbusError) -> float:
+        """Seconds until a write is tried again after so many in a row that failed, the last by
+        `error`: drawn, and longer each time, since a server that has too much to do is asked by
+        all holders, and what it refused at once it would refuse at once again."""
+        longest = self.lease.ttl / (12 if isinstance(error, Unavailable) else 3)
+        return min(FIRST_DELAY * 2.0 ** min(failures, 30), longest) * jitter.uniform(0.5, 1.0)
 
     @property
     def is_taken(self) -> bool:

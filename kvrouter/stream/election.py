@@ -142,7 +142,7 @@ class Election(Openable):
                 self.failures += 1
                 logger.exception("%r: a round of the election failed", self)
             self._set_deadlines()
-            await anyio.sleep(self._record.lease.ttl / 3)
+            await anyio.sleep(self._record.pause())
 
     async def _stand(self) -> None:
         if not self.is_elected:

@@ -47,9 +47,6 @@ CHECK_INTERVAL: Final = 60.0
 ASK_INTERVAL: Final = 0.5
 """Seconds between two questions whether the owners of other cards are still there."""
 
-RETRY_DELAY: Final = 0.5
-"""Seconds after which a card that could not be renewed is tried again."""
-
 NAME_TRIES: Final = 8
 """The number of times that the owner of a name is read, which others may take and give back."""
 
@@ -349,17 +346,18 @@ class _Registration:
                 await self.withdraw()
 
     async def _renew(self) -> None:
-        usual = wait = self._record.lease.ttl / 3
+        wait, failures = self._record.pause(), 0
         while True:
             with anyio.move_on_after(wait):
                 await self._now.wait()
             self._now.clear()
             try:
                 await self._lane.run(self._write())
-                wait = usual
+                wait, failures = self._record.pause(), 0
             except DynbusError as error:
                 # The lane may be connected again a moment after the data connection.
-                wait = min(usual, RETRY_DELAY)
+                failures += 1
+                wait = self._record.delay(failures, error)
                 await self._lane.run(self._record.after_failure(error))
 
     async def _look_after(self) -> None:

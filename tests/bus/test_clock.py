@@ -164,6 +164,30 @@ def test_a_thread_wakes_the_loop() -> None:
     assert run(main()) == "woken"
 
 
+def test_everything_waits_when_what_was_due_at_the_same_moment_has_run() -> None:
+    async def main() -> tuple[list[str], float]:
+        done: list[str] = []
+
+        async def work() -> None:
+            await asyncio.sleep(1.0)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            done.append("this")
+            await asyncio.sleep(1.0)
+            done.append("that")
+
+        tasks = [asyncio.create_task(work()) for _ in range(3)]
+        await asyncio.sleep(1.0)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, JumpingLoop)
+        await loop.everything_waits()
+        meanwhile, at = list(done), monotonic() - START
+        await asyncio.gather(*tasks)
+        return meanwhile, at
+
+    assert run(main()) == (["this"] * 3, 1.0)
+
+
 WORK = 0.3
 """Real seconds of work in a thread, beside timers that are due much earlier."""
 

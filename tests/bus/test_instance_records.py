@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import pairwise
+from statistics import stdev
 from typing import TypeVar
 
 import msgspec
 import pytest
+from tests.conditions import eventually
 
 from dynbus.bus.background import Background
 from dynbus.bus.clock import monotonic
@@ -82,6 +85,33 @@ def test_keepers_tell_how_many_records_there_are_at_first_and_then_now_and_then(
         return at_first, counts[len(at_first) :]
 
     assert run(on_lane(story)) == ([1, 2, 3], [3, 3, 3])
+
+
+def test_instances_that_begin_together_do_not_renew_their_records_together_ever_after() -> None:
+    async def story(lane: Background) -> list[float]:
+        jetstream = (await MemoryBus().connect()).jetstream
+        written: dict[str, list[float]] = {}
+        keepers: list[LeaseKeeper] = []
+        for number in range(60):
+            name = f"a{number}"
+            times = written[name] = []
+            record = msgspec.structs.replace(RECORD, instance_id=name)
+            note = partial(_note, times)
+            keepers.append(LeaseKeeper(jetstream, lane, record, 30.0, on_written=note))
+            await keepers[-1].announce()
+        await asyncio.sleep(200.0)
+        for keeper in keepers:
+            await keeper.withdraw()
+        for times in written.values():
+            assert all(8.0 <= b - a <= 10.0 for a, b in pairwise(times[:-1]))
+        return [next(at for at in times if at > times[0] + 150.0) for times in written.values()]
+
+    later = run(on_lane(story))
+    assert stdev(later) > 1.0
+
+
+def _note(times: list[float], record: bytes) -> None:
+    times.append(monotonic())
 
 
 FULL = "no space left on device"
@@ -199,6 +229,31 @@ def test_a_lease_stays_held_while_the_servers_elect_a_leader() -> None:
     states, revision = run(on_lane(story))
     assert states == [LeaseState.HELD, LeaseState.ENDED]
     assert revision > 1
+
+
+def test_a_record_is_renewed_at_once_after_a_reconnect_however_often_that_failed_before() -> None:
+    async def story(lane: Background) -> float:
+        bus = MemoryBus()
+        jetstream = (await bus.connect()).jetstream
+        written: list[float] = []
+        note = partial(_note, written)
+        keeper = LeaseKeeper(jetstream, lane, RECORD, 120.0, on_written=note)
+        await keeper.announce()
+        stream = bus.jetstream.streams[INSTANCES_STREAM.name]
+        config = stream.config
+        stream.config = config._replace(subjects=())
+        bus.jetstream.ensure = lambda config: None  # type: ignore[method-assign]
+        keeper.connection_changed(ConnectionState.CONNECTED)
+        await asyncio.sleep(100.0)
+
+        stream.config = config
+        keeper.connection_changed(ConnectionState.CONNECTED)
+        begun = monotonic()
+        await eventually(lambda: len(written) > 1)
+        await keeper.withdraw()
+        return written[1] - begun
+
+    assert run(on_lane(story)) < 0.5
 
 
 def test_a_record_that_ran_out_and_cannot_be_renewed_is_told_and_again_ever_later() -> None:

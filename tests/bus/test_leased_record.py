@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import pytest
 
-from dynbus.bus.errors import Unavailable
+from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.records.leased_record import Lease, LeasedRecord, LeaseState
 from dynbus.bus.transport import JetStream, StoredMessage, StreamConfig, StreamLimits
@@ -130,6 +130,24 @@ def test_a_record_whose_bucket_is_lost_is_written_again() -> None:
         return await record.write(b"one"), record.lease.state
 
     assert run(story()) == (True, LeaseState.HELD)
+
+
+@pytest.mark.parametrize(
+    ("error", "longest"),
+    [
+        (Unavailable("nobody answers"), [0.5, 10 / 12, 10 / 12, 10 / 12]),
+        (PermissionDenied("not yours"), [0.5, 1.0, 2.0, 10 / 3]),
+    ],
+)
+def test_a_write_is_tried_again_later_each_time(error: DynbusError, longest: list[float]) -> None:
+    async def story() -> list[list[float]]:
+        record = leased((await MemoryBus().connect()).jetstream, b"one")
+        return [[record.delay(failures, error) for _ in range(50)] for failures in range(1, 5)]
+
+    drawn = run(story())
+
+    for delays, most in zip(drawn, longest, strict=True):
+        assert most / 2 <= min(delays) < max(delays) <= most
 
 
 def test_why_a_record_is_not_written_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
