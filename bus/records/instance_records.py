@@ -385,7 +385,7 @@ class LeaseKeeper:
             return
         try:
             info = await self._jetstream.stream_info(INSTANCES_STREAM.name, timeout=COUNT_TIMEOUT)
-            self._leased.note_replicas(info.replicas)
+            self._leased.note_bucket(info.replicas, info.messages)
             if self._on_count is not None:
                 self._on_count(info.messages)
             if info.in_cluster and info.replicas < self._jetstream.replicas:

@@ -92,6 +92,10 @@ class Lease:
         self.state = LeaseState.CONFLICT if taken else LeaseState.LOST
 
 
+ASKERS: Final = 10
+"""About how many of all holders make a bucket again that takes nothing: mostly its servers elect a
+leader just then, and have no time for thousands that ask what became of it."""
+
 SPREAD: Final = 0.5
 """Seconds; of all who find the stream broken at once one should make it again, not each."""
 
@@ -199,7 +203,8 @@ class LeasedRecord:
         self._is_mine = is_mine
         self._make = make
         self._repair = StreamRepair(jetstream, stream, remake)
-        self._logged = ""
+        self._share_of_askers = 1.0
+        self._logged: set[str] = set()
         self._is_checked = False
 
     def __repr__(self) -> str:
@@ -259,7 +264,7 @@ class LeasedRecord:
             except NoStream:
                 # Servers that elect a leader take nothing either, and keep what they have: what
                 # revision to expect is known when the next write is refused.
-                if was_made:
+                if was_made or jitter.random() >= self._share_of_askers:
                     raise Unavailable(f"nobody takes {self.subject} just now") from None
                 await self._make()
                 was_made = True
@@ -269,7 +274,7 @@ class LeasedRecord:
                     return False
             else:
                 lease.stored(sequence, begun)
-                self._logged = ""
+                self._logged.clear()
                 return True
         raise Unavailable(f"the record {self.subject} changes under every write")
 
@@ -313,15 +318,17 @@ class LeasedRecord:
                 if self.lease.state is LeaseState.CONFLICT:
                     return
 
-    def note_replicas(self, replicas: int) -> None:
-        """Know how many servers keep the bucket: with several it is never made again."""
+    def note_bucket(self, replicas: int, records: int) -> None:
+        """Know how many servers keep the bucket, since with several it is never made again for its
+        store, and how many records are in it."""
         self._repair.note_replicas(replicas)
+        self._share_of_askers = min(1.0, ASKERS / max(1, records))
 
     async def after_failure(self, error: DynbusError) -> None:
         """Log why the record was not written, and mend the bucket if it can take none at all."""
         # Once for each reason, until it is written: it is tried again and again.
-        level = logging.DEBUG if str(error) == self._logged else logging.WARNING
-        self._logged = str(error)
+        level = logging.DEBUG if str(error) in self._logged else logging.WARNING
+        self._logged.add(str(error))
         logger.log(level, "%r was not renewed: %s", self.lease, error)
         if not isinstance(error, Unavailable):
             return

@@ -26,7 +26,7 @@ from dynbus.bus.records.instance_records import (
     record_subject,
 )
 from dynbus.bus.records.leased_record import LeaseState
-from dynbus.bus.transport import ConnectionState, StoredMessage, StreamConfig
+from dynbus.bus.transport import ConnectionState, JetStream, StoredMessage, StreamConfig
 from dynbus.testing import run
 
 T = TypeVar("T")
@@ -229,6 +229,66 @@ def test_a_lease_stays_held_while_the_servers_elect_a_leader() -> None:
     states, revision = run(on_lane(story))
     assert states == [LeaseState.HELD, LeaseState.ENDED]
     assert revision > 1
+
+
+async def announced(
+    lane: Background, jetstream: JetStream, count: int, written: set[str]
+) -> list[LeaseKeeper]:
+    """Many keepers, each of which knows of all.
+
+    Args:
+        written: to which the id of each record is added that is stored.
+    """
+    keepers: list[LeaseKeeper] = []
+    for number in range(count):
+        name = f"a{number}"
+        record = msgspec.structs.replace(RECORD, instance_id=name)
+        note = partial(_add, written, name)
+        keepers.append(LeaseKeeper(jetstream, lane, record, 9.0, on_written=note))
+        await keepers[-1].announce()
+    await asyncio.sleep(3.0 * RENEWALS_PER_COUNT + 1.0)
+    return keepers
+
+
+def _add(written: set[str], name: str, record: bytes) -> None:
+    written.add(name)
+
+
+def test_of_many_instances_a_few_ask_what_became_of_a_bucket_that_takes_nothing() -> None:
+    async def story(lane: Background) -> int:
+        bus = MemoryBus()
+        keepers = await announced(lane, (await bus.connect()).jetstream, 200, set())
+        asked: list[StreamConfig] = []
+
+        stream = bus.jetstream.streams[INSTANCES_STREAM.name]
+        config = stream.config
+        stream.config = config._replace(subjects=())
+        bus.jetstream.ensure = asked.append  # type: ignore[assignment,method-assign]
+        await asyncio.sleep(6.0)
+        stream.config = config
+        for keeper in keepers:
+            await keeper.withdraw()
+        return len(asked)
+
+    # Each tries five times and more.
+    assert 1 <= run(on_lane(story)) < 200
+
+
+def test_a_bucket_of_many_that_is_lost_is_made_again_and_has_all_of_them() -> None:
+    async def story(lane: Background) -> int:
+        jetstream = (await MemoryBus().connect()).jetstream
+        written: set[str] = set()
+        keepers = await announced(lane, jetstream, 200, written)
+
+        await jetstream.delete_stream(INSTANCES_STREAM.name)
+        written.clear()
+        await eventually(lambda: len(written) == 200)
+        info = await jetstream.stream_info(INSTANCES_STREAM.name)
+        for keeper in keepers:
+            await keeper.withdraw()
+        return info.messages
+
+    assert run(on_lane(story)) == 200
 
 
 def test_a_record_is_renewed_at_once_after_a_reconnect_however_often_that_failed_before() -> None:
