@@ -9,16 +9,19 @@ time is taken off, and a loop that waits in itself has nobody to name. The decid
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
+import re
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Final, NamedTuple
+from typing import IO, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 BLOCKED_REPORT: Final = 0.1
@@ -27,6 +30,12 @@ LATE: Final = 1.5
 """A look that comes after so many times its interval was held up itself."""
 SHOWN_FRAMES: Final = 12
 """Frames of a report: the innermost ones, which hold the line that blocks."""
+
+TOLD_FRAMES: Final = 100
+"""Frames that `faulthandler` tells of a thread: the innermost ones."""
+
+_HEAD: Final = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+).*$", re.MULTILINE)
+_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +110,37 @@ def depth_here() -> int:
 
 
 def stack_of(thread: int) -> list[traceback.FrameSummary]:
-    """The stack of another thread, outermost frame first; empty for one that has ended."""
-    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
-    if frame is None:
+    """The stack of another thread, outermost frame first, of which the innermost `TOLD_FRAMES` are
+    told; empty for one that has ended, and in a process of over 100 threads perhaps.
+
+    It is read in one go, with `faulthandler`. Frames that one takes, and asks for the one beneath
+    while their thread goes on, end the process by a segmentation fault now and then (Python 3.11,
+    in `PyFrame_GetBack`).
+    """
+    try:
+        with _scratch_file() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            dump = file.read().decode("ascii", "replace")
+    except OSError as error:
+        logger.debug("no stack can be read: %s", error)
         return []
-    return traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)[::-1]
+    stacks = {int(head[1], 16): head.end() for head in _HEAD.finditer(dump)}
+    if thread not in stacks:
+        return []
+    of_thread = dump[stacks[thread] :].partition("hread 0x")[0]
+    frames = [
+        traceback.FrameSummary(name, int(line), function, lookup_line=False)
+        for name, line, function in _FRAME.findall(of_thread)
+    ]
+    return frames[::-1]
+
+
+def _scratch_file() -> IO[bytes]:
+    """A file for a moment; in memory where the system has that, since a disk may be full."""
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("dynbus stacks"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def frames_to_show(
@@ -115,10 +150,10 @@ def frames_to_show(
     innermost `SHOWN_FRAMES`, and none where the loop waits in itself.
 
     Args:
-        stack: outermost frame first.
+        stack: outermost frame first; where it is deeper than is told, these are within.
         loop_depth: how many frames lie beneath those of a callback.
     """
-    inside = stack[loop_depth:]
+    inside = stack if len(stack) == TOLD_FRAMES else stack[loop_depth:]
     if all(frame.filename.startswith(_ASYNCIO) for frame in inside):
         return []
     machinery = [frame.filename.startswith(_MACHINERY) for frame in inside]

@@ -21,6 +21,7 @@ import dynbus.bus
 from dynbus.bus.blocked_loop import (
     BLOCKED_REPORT,
     SHOWN_FRAMES,
+    TOLD_FRAMES,
     BlockReport,
     LoopWatch,
     Reading,
@@ -165,6 +166,39 @@ def test_a_handler_that_sleeps_is_found_on_every_kind_of_loop(
     names = [each.name for each in shown]
     assert "handler" in names
     assert "main" not in names
+
+
+def test_a_handler_that_blocks_deep_in_a_recursion_is_found() -> None:
+    release = threading.Event()
+
+    def descend(left: int) -> None:
+        if left:
+            descend(left - 1)
+        else:
+            release.wait(600)
+
+    async def handler() -> None:
+        descend(300)
+
+    watched = Watched(asyncio.SelectorEventLoop)
+    thread = watched.run(handler)
+    try:
+        wait_until(lambda: len(stack_of(watched.thread)) == TOLD_FRAMES)
+        shown = frames_to_show(stack_of(watched.thread), watched.depth)
+    finally:
+        release.set()
+        thread.join(60)
+
+    assert "descend" in {each.name for each in shown}
+    assert len(shown) == SHOWN_FRAMES
+
+
+def test_a_thread_that_has_ended_has_no_stack() -> None:
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+
+    assert stack_of(thread.ident or 0) == []
 
 
 @pytest.mark.parametrize("make_loop", [asyncio.SelectorEventLoop, new_event_loop])
