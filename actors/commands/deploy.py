@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -389,7 +390,8 @@ def nats(
     files = server_files(places, choices, heading("nats"))
     _finish(ctx, given["out"] or Path("deploy/nats"), files, given)
     if not as_backbone:
-        click.echo(f"NATS_URL={server_urls(places, encrypted=is_encrypted)}")
+        # Some shells take the question mark of a zone for a pattern.
+        click.echo(f"NATS_URL={shlex.quote(server_urls(places, encrypted=is_encrypted))}")
 
 
 @deploy.command()

@@ -25,7 +25,7 @@ from dynbus.actors.running.control import (
 )
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import terminal
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, NoInstances
 
 if TYPE_CHECKING:
     from dynbus.bus.commands.server import Server
@@ -230,7 +230,13 @@ async def _over_bus(
         named = [name.partition(".")[0] for name in names if "." in name]
         namespaces = [*named, *(row.namespace for row in rows)]
         runs = await find_runs(server, namespaces, terminal.notice)
-        chosen = fitting(runs, host=host, pid=pid, nodes=names)
+        drains_host = isinstance(questions[0], StopRun) and pid is None
+        try:
+            chosen = fitting(runs, host=host, pid=pid, nodes=names)
+        except NoInstances:
+            if drains_host:
+                await _nobody_left(server, host)
+            raise
         if len(chosen) > 1 and any(isinstance(each, ScaleNode) for each in questions):
             choices = " or ".join(f"--host {run.host} --run {run.pid}" for run in chosen)
             raise ConfigError(f"several runs have {', '.join(names)}: add {choices}")
@@ -244,7 +250,7 @@ async def _over_bus(
             elif not all_done and not isinstance(questions[0], StopRun):
                 # The next ones would most likely be refused as well, and serve meanwhile.
                 return exit_codes.FAILURE
-        if isinstance(questions[0], StopRun) and pid is None:
+        if drains_host:
             all_done = await _nobody_left(server, host) and all_done
     return exit_codes.OK if all_done else exit_codes.FAILURE
 

@@ -304,6 +304,9 @@ def test_a_run_is_scaled_and_drained_over_the_bus_by_the_name_of_its_host(
     scaled = folder.dynbus("scale", "Splitter=2", "--host", "node-7")
     hosts = json.loads(folder.dynbus("ps", "--hosts", "--json").stdout)
     nowhere = folder.dynbus("drain", "host=node-8")
+    run.send_signal(signal.SIGSTOP)
+    unanswered = folder.dynbus("drain", "host=node-7")
+    run.send_signal(signal.SIGCONT)
     drained = folder.dynbus("drain", "host=node-7")
 
     where = f"node-7 {run.pid}: "
@@ -314,5 +317,9 @@ def test_a_run_is_scaled_and_drained_over_the_bus_by_the_name_of_its_host(
     assert [(one["host"], one["instances"]) for one in hosts] == [("node-7", 2)]
     assert (nowhere.returncode, nowhere.stdout) == (exit_codes.FAILURE, "")
     assert f"no dynbus run on host node-8; there are: {where}demo.Splitter" in nowhere.stderr
+    # The instances of a run that hangs go on, and are named.
+    assert unanswered.returncode == exit_codes.FAILURE
+    assert "none that answers" in unanswered.stderr
+    assert unanswered.stderr.count("goes on: no dynbus run that answers has it") == 2
     assert (drained.returncode, drained.stdout) == (0, f"{where}ended\n")
     assert run.wait(PATIENCE) == exit_codes.OK
