@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import math
 import os
 import re
 import sys
@@ -109,6 +110,12 @@ def depth_here() -> int:
     return depth
 
 
+def is_in_loop(thread: int) -> bool:
+    """True if a thread runs the loop's own code, or waits in it; costs next to nothing."""
+    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    return frame is not None and frame.f_code.co_filename.startswith(_ASYNCIO)
+
+
 def stack_of(thread: int) -> list[traceback.FrameSummary]:
     """The stack of another thread, outermost frame first, of which the innermost `TOLD_FRAMES` are
     told; empty for one that has ended, and in a process of over 100 threads perhaps.
@@ -175,14 +182,15 @@ class BlockReport:
         self._began = self._clock.read(time.monotonic())
         self._looked_at = 0.0
         self._away = 0.0
-        self._reported = False
+        # How long a block lasts that is looked at; infinity once one was reported.
+        self._due = BLOCKED_REPORT
 
     def begin(self, now: float) -> None:
         """The loop has answered, and is asked again."""
         self._began = self._clock.read(now)
         self._looked_at = now
         self._away = 0.0
-        self._reported = False
+        self._due = BLOCKED_REPORT
 
     def look(self, now: float, loop_depth: int) -> None:
         """The loop has not answered yet: report it when somebody blocks it.
@@ -194,15 +202,17 @@ class BlockReport:
         self._looked_at = now
         if since > LATE * self._interval:
             self._away += since
-        if self._reported:
+        if self._due == math.inf:
             return
         seconds = block_of(self._began, self._clock.read(now), self._away)
-        if seconds <= BLOCKED_REPORT:
+        if seconds <= self._due or is_in_loop(self._thread):
             return
         frames = frames_to_show(stack_of(self._thread), loop_depth)
         if not frames:
+            # To read the stacks of a busy process may take longer than what it does there.
+            self._due = 2 * seconds
             return
-        self._reported = True
+        self._due = math.inf
         # What holds up our own lines, a busy system above all, is nothing that a user can mend.
         is_ours = all(frame.filename.startswith(_MACHINERY) for frame in frames)
         logger.log(

@@ -29,6 +29,7 @@ from dynbus.bus.blocked_loop import (
     block_of,
     depth_here,
     frames_to_show,
+    is_in_loop,
     stack_of,
 )
 from dynbus.bus.lane import new_event_loop
@@ -159,6 +160,7 @@ def test_a_handler_that_sleeps_is_found_on_every_kind_of_loop(
     try:
         wait_until(lambda: bool(frames_to_show(stack_of(watched.thread), watched.depth)))
         shown = frames_to_show(stack_of(watched.thread), watched.depth)
+        assert not is_in_loop(watched.thread)
     finally:
         release.set()
         thread.join(60)
@@ -216,6 +218,7 @@ def test_a_loop_with_nothing_to_do_shows_nothing_on_every_kind_of_loop(
     thread = watched.run(idle)
     try:
         wait_until(lambda: not frames_to_show(stack_of(watched.thread), watched.depth))
+        wait_until(lambda: is_in_loop(watched.thread))
     finally:
         wait_until(lambda: bool(release))
         release[0]()
