@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import selectors
 import sys
 import tempfile
 import threading
@@ -46,8 +47,8 @@ OWN_FOLDERS: Final = tuple(
 )
 """The folders of our own code: what a user is shown begins with the first line elsewhere."""
 
-_ASYNCIO: Final = f"{Path(asyncio.__file__).parent}{os.sep}"
-_MACHINERY: Final = (_ASYNCIO, *OWN_FOLDERS)
+_LOOP: Final = (f"{Path(asyncio.__file__).parent}{os.sep}", selectors.__file__)
+_MACHINERY: Final = (*_LOOP, *OWN_FOLDERS)
 
 
 class Reading(NamedTuple):
@@ -113,7 +114,7 @@ def depth_here() -> int:
 def is_in_loop(thread: int) -> bool:
     """True if a thread runs the loop's own code, or waits in it; costs next to nothing."""
     frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
-    return frame is not None and frame.f_code.co_filename.startswith(_ASYNCIO)
+    return frame is not None and frame.f_code.co_filename.startswith(_LOOP)
 
 
 def stack_of(thread: int) -> list[traceback.FrameSummary]:
@@ -161,7 +162,7 @@ def frames_to_show(
         loop_depth: how many frames lie beneath those of a callback.
     """
     inside = stack if len(stack) == TOLD_FRAMES else stack[loop_depth:]
-    if all(frame.filename.startswith(_ASYNCIO) for frame in inside):
+    if all(frame.filename.startswith(_LOOP) for frame in inside):
         return []
     machinery = [frame.filename.startswith(_MACHINERY) for frame in inside]
     first = machinery.index(False) if False in machinery else 0
