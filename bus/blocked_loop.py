@@ -28,6 +28,8 @@ from weakref import WeakKeyDictionary
 
 BLOCKED_REPORT: Final = 0.1
 """Seconds after which a block is reported."""
+READING_SHARE: Final = 0.02
+"""The part of the time that the reading of stacks may take."""
 LATE: Final = 1.5
 """A look that comes after so many times its interval was held up itself."""
 SHOWN_FRAMES: Final = 12
@@ -183,15 +185,16 @@ class BlockReport:
         self._began = self._clock.read(time.monotonic())
         self._looked_at = 0.0
         self._away = 0.0
-        # How long a block lasts that is looked at; infinity once one was reported.
-        self._due = BLOCKED_REPORT
+        self._reported = False
+        # Stacks are not read before: of a hundred threads that takes long.
+        self._rests_until = -math.inf
 
     def begin(self, now: float) -> None:
         """The loop has answered, and is asked again."""
         self._began = self._clock.read(now)
         self._looked_at = now
         self._away = 0.0
-        self._due = BLOCKED_REPORT
+        self._reported = False
 
     def look(self, now: float, loop_depth: int) -> None:
         """The loop has not answered yet: report it when somebody blocks it.
@@ -203,17 +206,17 @@ class BlockReport:
         self._looked_at = now
         if since > LATE * self._interval:
             self._away += since
-        if self._due == math.inf:
+        if self._reported or now < self._rests_until:
             return
         seconds = block_of(self._began, self._clock.read(now), self._away)
-        if seconds <= self._due or is_in_loop(self._thread):
+        if seconds <= BLOCKED_REPORT or is_in_loop(self._thread):
             return
+        begun = time.monotonic()
         frames = frames_to_show(stack_of(self._thread), loop_depth)
+        self._rests_until = now + (time.monotonic() - begun) / READING_SHARE
         if not frames:
-            # To read the stacks of a busy process may take longer than what it does there.
-            self._due = 2 * seconds
             return
-        self._due = math.inf
+        self._reported = True
         # What holds up our own lines, a busy system above all, is nothing that a user can mend.
         is_ours = all(frame.filename.startswith(_MACHINERY) for frame in frames)
         logger.log(

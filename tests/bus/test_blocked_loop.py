@@ -7,6 +7,7 @@ import re
 import selectors
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from tests.conditions import wait_until
 
 import dynbus.bus
+from dynbus.bus import blocked_loop
 from dynbus.bus.blocked_loop import (
     BLOCKED_REPORT,
     SHOWN_FRAMES,
@@ -310,3 +312,24 @@ async def test_a_loop_is_asked_once_for_all_that_look_at_it() -> None:
         watch.look(now, asked.append)
     assert (len(asked), watch.blocked) == (1, 0.0)
     assert LoopWatch.of_running_loop(0.1) is LoopWatch.of_running_loop(0.1)
+
+
+def test_stacks_that_take_long_to_read_are_read_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[float] = []
+
+    def read_slowly(_: int) -> list[FrameSummary]:
+        reads.append(now)
+        time.sleep(0.02)
+        return []
+
+    monkeypatch.setattr(blocked_loop, "stack_of", read_slowly)
+    monkeypatch.setattr(blocked_loop, "block_of", lambda *_: 9.0)
+    report = BlockReport(0.1)
+    report.begin(0.0)
+    for tenth in range(2, 10):
+        now = tenth / 10
+        report.look(now, 0)
+    now = 60.0
+    report.look(now, 0)
+
+    assert reads == [0.2, 60.0]
