@@ -34,7 +34,6 @@ LATE: Final = 1.5
 """A look that comes after so many times its interval was held up itself."""
 SHOWN_FRAMES: Final = 12
 """Frames of a report: the innermost ones, which hold the line that blocks."""
-
 TOLD_FRAMES: Final = 100
 """Frames that `faulthandler` tells of a thread: the innermost ones."""
 

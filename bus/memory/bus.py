@@ -432,7 +432,7 @@ class MemoryConnection(WatchedConnection):
             async with asyncio.timeout(timeout):
                 result = await self._ask(ask)
         except TimeoutError:
-            raise Unavailable(f"{message.subject} did not answer within {timeout} s") from None
+            raise Unavailable(f"{message.subject} did not answer within {timeout:.1f} s") from None
         except ConnectionResetError:
             raise Unavailable("the connection to the server broke") from None
         if isinstance(result, DynbusError):

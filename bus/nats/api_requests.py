@@ -128,7 +128,7 @@ class _Request:
         loop = self.reply.get_loop()
         left = self._until - loop.time()
         if left <= LEAST_WAIT:
-            text = f"{self.subject} did not answer within {self._timeout} s"
+            text = f"{self.subject} did not answer within {self._timeout:.1f} s"
             _fail(self.reply, Unavailable(text))
             return
         try:
@@ -198,7 +198,7 @@ class ServerRequests:
             async with asyncio.timeout(timeout):
                 await self._connection.wait_connected()
         except TimeoutError:
-            raise Unavailable(f"{subject} did not answer within {timeout} s") from None
+            raise Unavailable(f"{subject} did not answer within {timeout:.1f} s") from None
         return timeout - (monotonic() - begun)
 
     def lose(self) -> None:

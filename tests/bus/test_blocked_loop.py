@@ -322,8 +322,11 @@ def test_stacks_that_take_long_to_read_are_read_seldom(monkeypatch: pytest.Monke
         time.sleep(0.02)
         return []
 
+    def blocked_for_long(began: Reading, now: Reading, away: float) -> float:
+        return 9.0
+
     monkeypatch.setattr(blocked_loop, "stack_of", read_slowly)
-    monkeypatch.setattr(blocked_loop, "block_of", lambda *_: 9.0)
+    monkeypatch.setattr(blocked_loop, "block_of", blocked_for_long)
     report = BlockReport(0.1)
     report.begin(0.0)
     for tenth in range(2, 10):
