@@ -30,6 +30,8 @@ BLOCKED_REPORT: Final = 0.1
 """Seconds after which a block is reported."""
 READING_SHARE: Final = 0.02
 """The part of the time that the reading of stacks may take."""
+LONGEST_REST: Final = 5.0
+"""Seconds: the reading is held up by the others as well."""
 LATE: Final = 1.5
 """A look that comes after so many times its interval was held up itself."""
 SHOWN_FRAMES: Final = 12
@@ -38,6 +40,7 @@ TOLD_FRAMES: Final = 100
 """Frames that `faulthandler` tells of a thread: the innermost ones."""
 
 _HEAD: Final = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+).*$", re.MULTILINE)
+_ESCAPE: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 logger = logging.getLogger(__name__)
@@ -48,7 +51,8 @@ OWN_FOLDERS: Final = tuple(
 )
 """The folders of our own code: what a user is shown begins with the first line elsewhere."""
 
-_LOOP: Final = (f"{Path(asyncio.__file__).parent}{os.sep}", selectors.__file__)
+_ASYNCIO: Final = f"{Path(asyncio.__file__).parent}{os.sep}"
+_LOOP: Final = (_ASYNCIO, selectors.__file__)
 _MACHINERY: Final = (*_LOOP, *OWN_FOLDERS)
 
 
@@ -113,14 +117,15 @@ def depth_here() -> int:
 
 
 def is_in_loop(thread: int) -> bool:
-    """True if a thread runs the loop's own code, or waits in it; costs next to nothing."""
+    """True if a thread is just in code of asyncio, as one that waits in `uvloop` is; costs next to
+    nothing."""
     frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
-    return frame is not None and frame.f_code.co_filename.startswith(_LOOP)
+    return frame is not None and frame.f_code.co_filename.startswith(_ASYNCIO)
 
 
 def stack_of(thread: int) -> list[traceback.FrameSummary]:
     """The stack of another thread, outermost frame first, of which the innermost `TOLD_FRAMES` are
-    told; empty for one that has ended, and in a process of over 100 threads perhaps.
+    told; empty for one that has ended, and for the older ones of over 100 threads.
 
     It is read in one go, with `faulthandler`. Frames that one takes, and asks for the one beneath
     while their thread goes on, end the process by a segmentation fault now and then (Python 3.11,
@@ -139,10 +144,15 @@ def stack_of(thread: int) -> list[traceback.FrameSummary]:
         return []
     of_thread = dump[stacks[thread] :].partition("hread 0x")[0]
     frames = [
-        traceback.FrameSummary(name, int(line), function, lookup_line=False)
-        for name, line, function in _FRAME.findall(of_thread)
+        traceback.FrameSummary(_decoded(name), int(line), _decoded(function), lookup_line=False)
+        for name, line, function in _FRAME.findall(of_thread.replace("line ???", "line 0"))
     ]
     return frames[::-1]
+
+
+def _decoded(text: str) -> str:
+    """A text of `faulthandler`, which escapes what is not ASCII."""
+    return _ESCAPE.sub(lambda escape: chr(int(escape[0][2:], 16)), text)
 
 
 def _scratch_file() -> IO[bytes]:
@@ -212,7 +222,8 @@ class BlockReport:
             return
         begun = time.monotonic()
         frames = frames_to_show(stack_of(self._thread), loop_depth)
-        self._rests_until = now + (time.monotonic() - begun) / READING_SHARE
+        rest = (time.monotonic() - begun) / READING_SHARE
+        self._rests_until = now + min(rest, LONGEST_REST)
         if not frames:
             return
         self._reported = True

@@ -1,8 +1,7 @@
 """The threads that work for an event loop just now, for which its virtual time stands still.
 
 A thread that waits for another does not work: the thread that is going to wake it does, or none but
-the loop's next timer can. Where a thread stands is read off its stack. One that starts another
-works, since that one has no stack yet.
+the loop's next timer can. Where a thread stands is read off its stack.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ def _code_of(owner: Any, function: str) -> CodeType | None:
 
 
 _WAIT: Final = threading.Condition.wait.__code__
-_START: Final = threading.Thread.start.__code__
 _RESULTS: Final = (
     _code_of(concurrent.futures.Future, "result"),
     _code_of(concurrent.futures.Future, "exception"),
@@ -142,6 +140,9 @@ def _waits(thread: threading.Thread, *, strictly: bool) -> bool:
         strictly: a wait with a time limit, or for a socket, is work: what the loop was
             promised may take that long. Other threads wait so for the next thing to do.
     """
+    if thread.ident is None:
+        # It is being started, which another one may wait for.
+        return False
     frame = _frame(thread)
     if frame is None:
         return True
@@ -153,8 +154,6 @@ def _waits(thread: threading.Thread, *, strictly: bool) -> bool:
             return False
         untimed = "timeout" in values and values["timeout"] is None
         caller = frame.f_back
-        if caller is not None and caller.f_back is not None and caller.f_back.f_code is _START:
-            return False
         for_result = caller is not None and caller.f_code in _RESULTS
         return untimed or for_result or not strictly
     if code is _IDLE_IN_POOL:

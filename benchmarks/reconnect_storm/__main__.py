@@ -86,7 +86,9 @@ class Servers:
 
     def kill(self, victim: str) -> int:
         """Kill one, see `VICTIMS`; how many clients it had."""
-        monitor = next(one for one in self.running if victim in (ANY, *self._leads(one)))
+        monitor = next((one for one in self.running if victim in (ANY, *self._leads(one))), None)
+        if monitor is None:
+            raise SystemExit(f"no server leads {victim} just now")
         clients = int(_ask(monitor, "varz")["connections"])
         self.running.pop(monitor).kill()
         return clients
@@ -96,7 +98,7 @@ class Servers:
         streams = _ask(monitor, "jsz?streams=true&accounts=true")
         leads = ["streams"] if streams["meta_cluster"]["leader"] == name else []
         for account in streams["account_details"]:
-            for stream in account["stream_detail"]:
+            for stream in account.get("stream_detail") or ():
                 if stream["name"] == INSTANCES and stream["cluster"]["leader"] == name:
                     leads.append("instances")
         return leads or ["nothing"]

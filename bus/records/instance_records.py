@@ -322,8 +322,11 @@ class LeaseKeeper:
         while True:
             with anyio.move_on_after(wait):
                 await self._now.wait()
+                # Something has changed: a server was reached again, for example.
+                failures = 0
             self._now.clear()
             if self._paused:
+                wait = self._leased.pause()
                 continue
             try:
                 await self._renew()

@@ -93,8 +93,9 @@ class Lease:
 
 
 ASKERS: Final = 10
-"""About how many of all holders make a bucket again that takes nothing: mostly its servers elect a
-leader just then, and have no time for thousands that ask what became of it."""
+"""About how many of all holders that know each other's number make a bucket again that takes
+nothing, at first: mostly its servers elect a leader just then, and have no time for thousands that
+ask what became of it. With each try there are half as many more."""
 
 SPREAD: Final = 0.5
 """Seconds; of all who find the stream broken at once one should make it again, not each."""
@@ -108,15 +109,21 @@ class StreamRepair:
     stream held need not wait for that.
 
     Args:
-        make: makes the stream when it does not exist, where it can be written.
+        make: makes the stream when it does not exist.
+        remake: makes it where it can be written, once it could not.
     """
 
     def __init__(
-        self, jetstream: JetStream, stream: str, make: Callable[[], Awaitable[None]]
+        self,
+        jetstream: JetStream,
+        stream: str,
+        make: Callable[[], Awaitable[None]],
+        remake: Callable[[], Awaitable[None]],
     ) -> None:
         self._jetstream = jetstream
         self._stream = stream
         self._make = make
+        self._remake = remake
         self._refused = False
         self._replicas = 1
 
@@ -166,7 +173,7 @@ class StreamRepair:
         if again.created == info.created:
             await self._jetstream.delete_stream(self._stream, timeout=ANSWER_TIMEOUT)
             logger.warning("stream %s took no writes and is made again: %s", self._stream, why)
-        await self._make()
+        await self._remake()
         return True
 
 
@@ -202,7 +209,7 @@ class LeasedRecord:
         self._marker_ttl = marker_ttl
         self._is_mine = is_mine
         self._make = make
-        self._repair = StreamRepair(jetstream, stream, remake)
+        self._repair = StreamRepair(jetstream, stream, make, remake)
         self._share_of_askers = 1.0
         self._logged: set[str] = set()
         self._is_checked = False
@@ -265,6 +272,8 @@ class LeasedRecord:
                 # Servers that elect a leader take nothing either, and keep what they have: what
                 # revision to expect is known when the next write is refused.
                 if was_made or jitter.random() >= self._share_of_askers:
+                    # Fewer may be there than there were records.
+                    self._share_of_askers = min(1.0, 1.5 * self._share_of_askers)
                     raise Unavailable(f"nobody takes {self.subject} just now") from None
                 await self._make()
                 was_made = True

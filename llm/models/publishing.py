@@ -350,6 +350,7 @@ class _Registration:
         while True:
             with anyio.move_on_after(wait):
                 await self._now.wait()
+                failures = 0
             self._now.clear()
             try:
                 await self._lane.run(self._write())

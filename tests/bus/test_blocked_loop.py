@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import selectors
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 from traceback import FrameSummary
 
 import pytest
@@ -172,6 +174,51 @@ def test_a_handler_that_sleeps_is_found_on_every_kind_of_loop(
     assert "main" not in names
 
 
+def test_a_handler_that_waits_for_another_program_is_found() -> None:
+    waits = threading.Event()
+
+    async def handler() -> None:
+        waits.set()
+        # It reads both pipes, as an event loop waits.
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        with subprocess.Popen(command, stdout=PIPE, stderr=PIPE) as process:  # noqa: ASYNC220
+            programs.append(process)
+            process.communicate(timeout=600)
+
+    def shown() -> list[str]:
+        there = not is_in_loop(watched.thread)
+        stack = stack_of(watched.thread)
+        frames = frames_to_show(stack, watched.depth)
+        in_selector = stack[-1].filename == SELECTORS if stack else False
+        return [each.name for each in frames] if there and in_selector else []
+
+    programs: list[subprocess.Popen[bytes]] = []
+    watched = Watched(new_event_loop)
+    thread = watched.run(handler)
+    try:
+        wait_until(lambda: "handler" in shown())
+    finally:
+        wait_until(lambda: bool(programs))
+        programs[0].kill()
+        thread.join(60)
+
+
+def test_a_name_that_is_not_ascii_is_told_as_it_is() -> None:
+    release = threading.Event()
+    source = "def wartet_länger(release):\n    release.wait(600)\n"
+    names: dict[str, Callable[[threading.Event], None]] = {}
+    exec(compile(source, "/home/josé/x.py", "exec"), names)
+    thread = threading.Thread(target=names["wartet_länger"], args=(release,))
+    thread.start()
+    try:
+        told = {(each.filename, each.name) for each in stack_of(thread.ident or 0)}
+    finally:
+        release.set()
+        thread.join(60)
+
+    assert ("/home/josé/x.py", "wartet_länger") in told
+
+
 def test_a_handler_that_blocks_deep_in_a_recursion_is_found() -> None:
     release = threading.Event()
 
@@ -220,7 +267,6 @@ def test_a_loop_with_nothing_to_do_shows_nothing_on_every_kind_of_loop(
     thread = watched.run(idle)
     try:
         wait_until(lambda: not frames_to_show(stack_of(watched.thread), watched.depth))
-        wait_until(lambda: is_in_loop(watched.thread))
     finally:
         wait_until(lambda: bool(release))
         release[0]()

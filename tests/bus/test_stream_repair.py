@@ -33,7 +33,7 @@ def tell(story: Story) -> list[str]:
         async def make() -> None:
             await jetstream.ensure_stream(STREAM)
 
-        await story(bus, jetstream, StreamRepair(jetstream, STREAM.name, make))
+        await story(bus, jetstream, StreamRepair(jetstream, STREAM.name, make, make))
         return [message.subject for message in await jetstream.read(STREAM.name)]
 
     return run(told())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from types import CodeType
 
 import pytest
 
@@ -99,6 +101,11 @@ def test_a_thread_that_waits_for_others_does_not_work(method: Callable[[Held], N
         threads.end()
 
 
+def _stands(thread: threading.Thread | None) -> CodeType | None:
+    frame = sys._current_frames().get((thread and thread.ident) or 0)  # pyright: ignore[reportPrivateUsage]
+    return frame.f_code if frame is not None else None
+
+
 def test_a_job_that_starts_a_thread_works_although_it_waits_for_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -117,6 +124,7 @@ def test_a_job_that_starts_a_thread_works_although_it_waits_for_that(
         job, run = found.begin(pool, threading.Thread(target=int, name="late").start)
         started = pool.submit(run)
         asked.wait(BOUND)
+        eventually(lambda: _stands(job.thread) is threading.Condition.wait.__code__)
 
         meanwhile = found.working()
         may_begin.set()
