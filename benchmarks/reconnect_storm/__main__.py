@@ -30,8 +30,6 @@ from dynbus.bus.nats.server_process import RunningServer, free_port
 from .part import HUNG, TIMEOUT, Outcomes
 
 PROGRAM = "benchmarks.reconnect_storm.part"
-CONNECTIONS = 2
-"""Of an instance."""
 NICENESS = 10
 """Of the fleet's processes: their servers have machines of their own elsewhere, and are not to be
 kept from working by a thousand threads of clients here."""

@@ -43,8 +43,6 @@ ANSWER_TIMEOUT: Final = 2.0
 ELECTION_SECONDS: Final = 10.0
 RENEWALS_PER_COUNT: Final = 10
 
-"""Seconds, as dynbus writes them, or a duration such as 2m0s, as nats-server writes its markers."""
-
 INSTANCES_STREAM: Final = StreamConfig(
     name=f"KV_{INSTANCES_BUCKET}",
     subjects=(f"$KV.{INSTANCES_BUCKET}.>",),

@@ -175,28 +175,25 @@ def test_a_handler_that_sleeps_is_found_on_every_kind_of_loop(
 
 
 def test_a_handler_that_waits_for_another_program_is_found() -> None:
-    waits = threading.Event()
-
     async def handler() -> None:
-        waits.set()
-        # It reads both pipes, as an event loop waits.
+        # Two pipes are waited for in a selector, as an event loop waits; and for long, since the
+        # test is over when that is seen.
         command = [sys.executable, "-c", "import time; time.sleep(600)"]
-        with subprocess.Popen(command, stdout=PIPE, stderr=PIPE) as process:  # noqa: ASYNC220
+        with subprocess.Popen(command, stdout=PIPE, stderr=PIPE) as process:  # noqa: ASYNC220 - it is to block
             programs.append(process)
             process.communicate(timeout=600)
 
-    def shown() -> list[str]:
-        there = not is_in_loop(watched.thread)
+    def is_shown() -> bool:
         stack = stack_of(watched.thread)
-        frames = frames_to_show(stack, watched.depth)
-        in_selector = stack[-1].filename == SELECTORS if stack else False
-        return [each.name for each in frames] if there and in_selector else []
+        names = [each.name for each in frames_to_show(stack, watched.depth)]
+        in_selector = bool(stack) and stack[-1].filename == SELECTORS
+        return in_selector and "handler" in names and not is_in_loop(watched.thread)
 
     programs: list[subprocess.Popen[bytes]] = []
     watched = Watched(new_event_loop)
     thread = watched.run(handler)
     try:
-        wait_until(lambda: "handler" in shown())
+        wait_until(is_shown)
     finally:
         wait_until(lambda: bool(programs))
         programs[0].kill()
@@ -365,6 +362,7 @@ def test_stacks_that_take_long_to_read_are_read_seldom(monkeypatch: pytest.Monke
 
     def read_slowly(_: int) -> list[FrameSummary]:
         reads.append(now)
+        # A fiftieth of a second, or longer: it rests from one second to five.
         time.sleep(0.02)
         return []
 

@@ -262,6 +262,7 @@ def test_of_many_instances_a_few_ask_what_became_of_a_bucket_that_takes_nothing(
 
         stream = bus.jetstream.streams[INSTANCES_STREAM.name]
         config = stream.config
+        # Nobody listens where records go, as in an election; who asks is noted.
         stream.config = config._replace(subjects=())
         bus.jetstream.ensure = asked.append  # type: ignore[assignment,method-assign]
         await asyncio.sleep(4.0)
@@ -302,6 +303,7 @@ def test_a_record_is_renewed_at_once_after_a_reconnect_however_often_that_failed
         await keeper.announce()
         stream = bus.jetstream.streams[INSTANCES_STREAM.name]
         config = stream.config
+        # Nobody listens where records go, and the bucket is there all the same.
         stream.config = config._replace(subjects=())
         bus.jetstream.ensure = lambda config: None  # type: ignore[method-assign]
         keeper.connection_changed(ConnectionState.CONNECTED)

@@ -111,6 +111,7 @@ def test_a_job_that_starts_a_thread_works_although_it_waits_for_that(
 ) -> None:
     found = WorkingThreads()
     may_begin, asked = threading.Event(), threading.Event()
+    # The first code of a new thread, which its type hides.
     begin = threading.Thread._bootstrap  # type: ignore[attr-defined]
 
     def begin_late(thread: threading.Thread) -> None:
