@@ -18,6 +18,7 @@ from dynbus.actors.deploying.application import (
     Hosts,
     Scale,
     application_of,
+    check_files_of_tls,
 )
 from dynbus.actors.deploying.batch import batch_script
 from dynbus.actors.deploying.containers import compose, dockerfile, ignored
@@ -157,7 +158,7 @@ def docker(
     system is read-only. Without --nats a server runs beside them.
     """
     choices = _choices(given, listen=EVERYWHERE, secret_files=_pairs("--secret-file", secret_files))
-    application = _application(ctx, choices, given)
+    application = _application(ctx, choices, given, in_containers=True)
     folder: Path = given["out"] or Path("deploy/docker")
     title = heading("docker")
     files = {
@@ -247,7 +248,7 @@ def to_kubernetes(
         secret_files=_pairs("--secret-file", secret_files),
         egress=egress,
     )
-    application = _application(ctx, choices, given)
+    application = _application(ctx, choices, given, in_containers=True)
     _check_scaling(application, prometheus, nats_monitor)
     cluster = Cluster(image, gpu_resource, prometheus, nats_monitor)
     files = kubernetes(application, cluster, heading("kubernetes"))
@@ -414,7 +415,13 @@ def _choices(given: Mapping[str, Any], **more: Any) -> Choices:
     return Choices(name=given["name"], variables=given["variables"], **more)
 
 
-def _application(ctx: click.Context, choices: Choices, given: Mapping[str, Any]) -> Application:
+def _application(
+    ctx: click.Context,
+    choices: Choices,
+    given: Mapping[str, Any],
+    *,
+    in_containers: bool = False,
+) -> Application:
     request = plan_request(ctx, given["targets"], given["config_files"], given["namespace"])
     request = PlanRequest(
         targets=request.targets,
@@ -432,7 +439,10 @@ def _application(ctx: click.Context, choices: Choices, given: Mapping[str, Any])
     if run.config.credentials:
         folder = Path(run.config.credentials)
         users, suffix = _text(server_file_of(folder)), suffix_in(folder)
-    return application_of(run, request, choices, configs, users, key_suffix=suffix)
+    application = application_of(run, request, choices, configs, users, key_suffix=suffix)
+    if in_containers:
+        check_files_of_tls(run.config, choices.secret_files)
+    return application
 
 
 def _text(path: Path) -> str:

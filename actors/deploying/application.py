@@ -25,7 +25,7 @@ from dynbus.actors.declaring.specification import load_options
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.plan import PlanRequest
 from dynbus.actors.running.planning import LoadedRun
-from dynbus.bus.config import is_loopback, suggestion
+from dynbus.bus.config import BusConfig, is_loopback, suggestion
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.identity.credentials import CREDS, user_of
 from dynbus.bus.identity.keys import SUFFIX
@@ -300,6 +300,23 @@ def application_of(
         secret_files=choices.secret_files,
         egress=tuple(choices.egress),
     )
+
+
+def check_files_of_tls(config: BusConfig, secret_files: Mapping[str, str]) -> None:
+    """Refuse files of TLS that no container would have: those outside the project, which its image
+    is made of, that no secret brings there.
+
+    Raises:
+        ConfigError: there is such a file.
+    """
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        path = PurePosixPath(getattr(config, name))
+        is_outside = path.is_absolute() or ".." in path.parts
+        if is_outside and str(path) not in secret_files.values():
+            raise ConfigError(
+                f"{name} = {str(path)!r} would not be in the containers: bring it there by "
+                f"--secret-file {path.name}={path}"
+            )
 
 
 def _key_folder(run: LoadedRun) -> str:

@@ -133,13 +133,16 @@ def _server_config() -> str:
 def _service(
     application: Application, workload: Workload, image: str, build: Mapping[str, str]
 ) -> dict[str, Any]:
-    health = f"127.0.0.1:{HEALTH_PORT}"
     service: dict[str, Any] = {
         "image": image,
         "build": dict(build),
-        "command": application.command(workload, health=health),
+        # At all addresses of the container, which Compose publishes nowhere: a Prometheus that is
+        # in the same project reads the metrics there.
+        "command": application.command(workload, health=f"0.0.0.0:{HEALTH_PORT}"),
         "environment": environment(application, workload)
-        | {name: f"${{{name}:?set it}}" for name in application.variables},
+        | {name: f"${{{name}:?set it}}" for name in application.variables}
+        # As they are where `docker compose` is called, and not at all where they are not set.
+        | {"DYNBUS_HOST": None, "DYNBUS_ZONE": None},
         "user": f"{USER}:{USER}",
         "read_only": True,
         "tmpfs": ["/tmp", f"{HOME}/.dynbus:uid={USER},gid={USER},mode=0700"],

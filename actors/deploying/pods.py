@@ -152,7 +152,13 @@ def _variables(application: Application, workload: Workload) -> list[Json]:
     plain = [
         {"name": name, "value": value} for name, value in environment(application, workload).items()
     ]
-    zone = {"fieldRef": {"fieldPath": f"metadata.labels['{ZONE_LABEL}']"}}
+    places = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in (
+            ("DYNBUS_HOST", "spec.nodeName"),
+            ("DYNBUS_ZONE", f"metadata.labels['{ZONE_LABEL}']"),
+        )
+    ]
     secrets = [
         {
             "name": name,
@@ -160,7 +166,7 @@ def _variables(application: Application, workload: Workload) -> list[Json]:
         }
         for name in application.variables
     ]
-    return [*plain, {"name": "DYNBUS_ZONE", "valueFrom": zone}, *secrets]
+    return [*plain, *places, *secrets]
 
 
 def secrets_name(application: Application) -> str:

@@ -28,7 +28,7 @@ from .ps import requests_json
 from .queue import QueueFilter, list_queues
 from .queue_report import consumers_of
 from .server import Server
-from .survey import ANSWER_SECONDS, QUIET_SECONDS, InstanceReport, Survey, survey
+from .survey import ANSWER_SECONDS, QUIET_SECONDS, STATS, InstanceReport, Survey, survey
 from .topic import list_topics, topic_json
 from .version import versions
 
@@ -42,7 +42,6 @@ ASKED_AT_ONCE: Final = 50
 """Instances that send their logs at once, of some 50 kB each."""
 LOG_SECONDS: Final = 15.0
 """Seconds after which no more instances are asked for their logs."""
-_STATS: Final = "$SRV.STATS"
 _SERVER_FACTS: Final = ("server_name", "version", "cluster", "domain", "jetstream", "max_payload")
 
 Collect = Callable[[], Awaitable[Any]]
@@ -204,7 +203,7 @@ async def _requests(server: Server, rows: Sequence[InstanceReport]) -> list[dict
 
 
 def _check_asked(server: Server) -> None:
-    if refusal := server.connection.refusal_of(_STATS):
+    if refusal := server.connection.refusal_of(STATS):
         raise PermissionDenied(f"instances cannot be asked: {refusal}")
 
 
@@ -267,7 +266,7 @@ async def _logs(server: Server, rows: Sequence[InstanceReport]) -> dict[str, Any
         if monotonic() - begun > LOG_SECONDS:
             break
         subjects = [
-            f"{_STATS}.{name}.{one}" for name, one in services[first : first + ASKED_AT_ONCE]
+            f"{STATS}.{name}.{one}" for name, one in services[first : first + ASKED_AT_ONCE]
         ]
         for answer in await server.ask(
             subjects, question, _read_log, seconds=ANSWER_SECONDS, quiet=QUIET_SECONDS

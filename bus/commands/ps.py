@@ -29,6 +29,7 @@ _HELP: Final = """List the instances of all actors; front ends of `dynbus http` 
            draining  it takes no more calls and finishes those it has
            silent    it is listed and does not answer: frozen, cut off or just killed
            unlisted  it answers and has no record: just starting, or no JetStream
+           unknown   it is listed, and this credential may not ask it
     LOAD   calls that run / that wait
     ZONE   where it is, if any has a zone
     REGION the region whose servers it is at, where others are joined to this one

@@ -27,6 +27,7 @@ from .server import Server
 
 ANSWER_SECONDS: Final = 1.0
 """Seconds that instances have to answer; above 100 of them they spread their answers over 0.25."""
+STATS: Final = "$SRV.STATS"
 QUIET_SECONDS: Final = 0.4
 """Seconds without a further answer after which nobody else is expected."""
 READ_SECONDS: Final = 3.0
@@ -109,7 +110,7 @@ class InstanceReport(NamedTuple):
     """One instance as `dynbus ps` shows it.
 
     Attributes:
-        state: serving, draining, silent or unlisted.
+        state: serving, draining, silent, unlisted, or unknown where it could not be asked.
         started: Unix time.
         answers: whether `running` and `waiting` are known.
         metadata: what its record says; empty without one.
@@ -249,26 +250,39 @@ async def survey(server: Server, requests: int = 0) -> Survey:
     async with task_group() as tasks:
         tasks.start_soon(read_records)
         answers = await server.ask(
-            ("$SRV.STATS",),
+            (STATS,),
             msgspec.json.encode({"requests": requests}) if requests else b"",
             lambda message: InstanceReport.read(message.data, monotonic()),
             seconds=ANSWER_SECONDS,
             quiet=QUIET_SECONDS,
         )
-    return Survey(join(records, answers), notice, server.connection.region, abroad.regions)
+    may_ask = not server.connection.refusal_of(STATS)
+    if not may_ask:
+        refused = "this credential may not ask instances: how they are is unknown"
+        notice = f"{notice}; {refused}" if notice else refused
+    rows = join(records, answers, may_ask=may_ask)
+    return Survey(rows, notice, server.connection.region, abroad.regions)
 
 
 def join(
-    records: Iterable[tuple[str, InstanceRecord]], answers: Iterable[InstanceReport]
+    records: Iterable[tuple[str, InstanceRecord]],
+    answers: Iterable[InstanceReport],
+    *,
+    may_ask: bool = True,
 ) -> list[InstanceReport]:
     """Rows by component and start, out of what is listed, each with its region, and what
-    answers."""
+    answers.
+
+    Args:
+        may_ask: whether one without an answer has kept it back.
+    """
+    unanswered = "silent" if may_ask else "unknown"
     rows = {InstanceName(*row[:3]): row for row in answers}
     for region, record in records:
         row = rows.get(record.name, InstanceReport(*record.name))
         draining = record.draining or row.state == "draining"
         rows[record.name] = row._replace(
-            state="silent" if not row.answers else "draining" if draining else "serving",
+            state=unanswered if not row.answers else "draining" if draining else "serving",
             started=record.started,
             endpoints=tuple(record.endpoints),
             address=record.address,

@@ -18,6 +18,9 @@ from dynbus.actors.commands.auth import (
     users_of_run,
 )
 from dynbus.actors.running.plan import PlanRequest
+from dynbus.bus.commands.server import connected
+from dynbus.bus.commands.survey import survey
+from dynbus.bus.config import BusConfig
 from dynbus.bus.identity.users import Users
 from dynbus.bus.nats.server_process import run_server
 from dynbus.bus.protocol.names import InstanceName
@@ -184,3 +187,20 @@ async def test_a_key_is_taken_until_it_is_revoked(guarded: Guarded) -> None:
             await guarded.reload()
             await eventually(lambda: not before.is_connected, what="its connections are ended")
             assert after.is_connected
+
+
+async def test_those_who_may_not_ask_instances_call_none_of_them_silent(guarded: Guarded) -> None:
+    states: dict[str, str] = {}
+    async with guarded.connect("shop_Counter") as runtime:
+        await runtime.start(Counter)
+        await eventually(lambda: bool(runtime.instance_ids(Counter)), what="it is there")
+        for user in ("billing", "operator"):
+            config = BusConfig(
+                servers=(guarded.server.url,),
+                credentials=str(guarded.registry.credential_file(user)),
+            )
+            async with connected(config, "ps") as server:
+                (row,) = (await survey(server)).rows
+                states[user] = row.state
+
+    assert states == {"billing": "unknown", "operator": "serving"}

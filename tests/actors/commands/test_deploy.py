@@ -43,6 +43,7 @@ class Front(Actor, namespace="shop", workers=2):
 def folder(folder_with: MakeFolder, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("NATS_URL", raising=False)
     made = folder_with("deployed_actors", ACTORS)
+    (made / "tls.yaml").write_text("bus: {tls_ca: /etc/nats/ca.pem, servers: [tls://a:4222]}\n")
     (made / "shop.yaml").write_text("Front: {port: 9000}\nbus: {drain_grace: 60}\n")
     return made
 
@@ -67,7 +68,8 @@ def test_each_node_is_served_by_itself_as_the_run_would() -> None:
     assert found["front"]["command"] == [
         *("run", "deployed_actors.py", "-f", "shop.yaml"),
         *("--Printer.ServiceArgs.workers=0", "--Front.ServiceArgs.workers=1"),
-        *("--Front.host=0.0.0.0", "--health", "127.0.0.1:9180", "--log-format", "json"),
+        *("--Front.host=0.0.0.0", "--health", "0.0.0.0:9180", "--health-public"),
+        *("--log-format", "json"),
     ]
     assert found["front"]["deploy"]["replicas"] == 2
     assert found["printer"]["deploy"]["resources"]["limits"]["cpus"] == "2"
@@ -122,6 +124,11 @@ def test_check_fails_where_the_files_are_not_those_of_the_graph(
         (("--scale", "Front=0:4"), "give --prometheus URL"),
         (("--hosts", "Front=2"), "needs --join Front=COMMAND"),
         (("--name", "Shop_1"), "'Shop_1' cannot name what is deployed"),
+        (
+            ("-f", "tls.yaml"),
+            "tls_ca = '/etc/nats/ca.pem' would not be in the containers: bring it there by "
+            "--secret-file ca.pem=/etc/nats/ca.pem",
+        ),
     ],
 )
 def test_what_cannot_be_deployed_is_refused_with_the_remedy(

@@ -83,6 +83,8 @@ def test_services_are_confined_and_have_their_grace() -> None:
         "NATS_URL": "nats://nats:4222",
         "DYNBUS_CREDENTIALS": "/etc/dynbus/keys/chat_Front.nk",
         "HF_TOKEN": "${HF_TOKEN:?set it}",
+        "DYNBUS_HOST": None,
+        "DYNBUS_ZONE": None,
     }
 
 
@@ -91,5 +93,7 @@ def test_no_server_runs_beside_them_where_there_are_servers() -> None:
 
     assert "nats" not in found
     assert found["front"]["environment"] == {
-        "NATS_URL": "nats://a.example:4222,tls://b.example:4333"
+        "NATS_URL": "nats://a.example:4222,tls://b.example:4333",
+        "DYNBUS_HOST": None,
+        "DYNBUS_ZONE": None,
     }

@@ -110,6 +110,7 @@ def test_secrets_are_named_and_none_is_written() -> None:
         "secretKeyRef": {"name": "chat-secrets", "key": "HF_TOKEN"}
     }
     assert variables["DYNBUS_CREDENTIALS"]["value"] == "/etc/dynbus/keys/chat_Front.nk"
+    assert variables["DYNBUS_HOST"]["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
     assert variables["DYNBUS_ZONE"]["valueFrom"] == {
         "fieldRef": {"fieldPath": "metadata.labels['topology.kubernetes.io/zone']"}
     }

@@ -39,6 +39,12 @@ def test_an_instance_that_is_listed_and_answers_is_serving() -> None:
     ]
 
 
+def test_the_state_of_one_that_may_not_be_asked_is_unknown() -> None:
+    (row,) = join([("", RECORD)], [], may_ask=False)
+
+    assert (row.state, row.answers) == ("unknown", False)
+
+
 def test_a_record_without_an_answering_instance_is_silent_and_its_load_unknown() -> None:
     (row,) = join([("", msgspec.structs.replace(RECORD, schemas={"greet": "1e5f"}))], [])
 
