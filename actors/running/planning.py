@@ -35,6 +35,7 @@ from dynbus.actors.runtime import Actor
 from dynbus.bus import exit_codes
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.identity.credentials import own_credentials
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.telemetry.logs import LogFormat, configure_logging
 
@@ -63,7 +64,7 @@ READ_AT_START: Final = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "PYTH
 
 
 class NotOnThisMachine(ConfigError):
-    """Raised when a run is well, and this machine has too little for it."""
+    """Raised when a run is well, and this machine does not have what it needs."""
 
 
 class PlanFailed(Exception):
@@ -121,9 +122,15 @@ class LoadedRun:
         """The places of its instances on this machine.
 
         Raises:
-            NotOnThisMachine: the machine has too few GPUs.
+            NotOnThisMachine: the machine has too few GPUs, or no key for a node.
             ConfigError: a node sets the variable that names them.
         """
+        for each in self.assignments:
+            if each.service.workers:
+                try:
+                    own_credentials(self.config.credentials, [str(each.address)])
+                except ConfigError as error:
+                    raise NotOnThisMachine(str(error)) from None
         services = {str(each.address): each.service for each in self.assignments}
         wants_gpus = any(service.resources.gpu is not None for service in services.values())
         machine = this_machine(environment, with_gpus=wants_gpus)

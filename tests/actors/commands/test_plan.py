@@ -325,6 +325,18 @@ def test_a_run_that_needs_more_gpus_than_there_are_is_refused_before_it_starts(
         run.placed({"CUDA_VISIBLE_DEVICES": ""})
 
 
+def test_a_run_with_a_node_that_has_no_key_here_is_refused_before_it_starts(folder: Path) -> None:
+    (folder / "planned_actors.py").write_text(PLACED)
+    (folder / "keys").mkdir()
+    (folder / "keys" / "planned_Setting.nk").write_text("any")
+    environment = {"DYNBUS_CREDENTIALS": "keys", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+
+    with pytest.raises(ConfigError, match=r"no keys/planned_Large\.nk.*--Large\.workers=0"):
+        plan_of(environment).placed(environment)
+    left_out = [NodeOption("Large", "ServiceArgs.workers", "0")]
+    assert plan_of(environment, node_options=left_out).placed(environment).places
+
+
 def test_an_actor_with_gpus_that_sets_their_variable_itself_is_refused(folder: Path) -> None:
     (folder / "planned_actors.py").write_text(PLACED)
     run = plan_of(
