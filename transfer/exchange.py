@@ -148,11 +148,11 @@ class _Announcement:
     async def keep(self) -> None:
         """Renew the record until cancelled, or until another agent has taken its name."""
         end_listening = self._bus.data.on_connected(self._on_connected)
-        usual = wait = self._record.lease.ttl / 3
         try:
             while True:
-                with anyio.move_on_after(wait):
+                with anyio.move_on_after(self._record.pause()):
                     await self._now.wait()
+                    self._record.start_anew()
                 self._now = anyio.Event()
                 try:
                     if not await self._lane.run(self._record.write(self._record_data)):
@@ -161,9 +161,7 @@ class _Announcement:
                             self._description.agent,
                         )
                         return
-                    wait = usual
                 except DynbusError as error:
-                    wait = min(usual, RETRY_DELAY)
                     with suppress(Unavailable):
                         await self._lane.run(self._record.after_failure(error))
         finally:

@@ -316,24 +316,19 @@ class LeaseKeeper:
         self._tell(before)
 
     async def _keep(self) -> None:
-        wait, failures = self._leased.pause(), 0
         while True:
-            with anyio.move_on_after(wait):
+            with anyio.move_on_after(self._leased.pause()):
                 await self._now.wait()
-                # Something has changed: a server was reached again, for example.
-                failures = 0
+                self._leased.start_anew()
             self._now.clear()
             if self._paused:
-                wait = self._leased.pause()
                 continue
             try:
                 await self._renew()
-                wait, failures = self._leased.pause(), 0
             except ConfigError:
                 logger.exception("%r was taken over", self._leased.lease)
                 return
             except DynbusError as error:
-                failures += 1
                 is_waiting = isinstance(error, Unavailable)
                 if is_waiting:
                     self._note_lapse()
@@ -341,7 +336,6 @@ class LeaseKeeper:
                 if is_waiting:
                     # To look for the reason takes seconds where nobody answers.
                     self._note_lapse()
-                wait = self._leased.delay(failures, error)
             else:
                 await self._count()
 

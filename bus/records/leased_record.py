@@ -212,22 +212,30 @@ class LeasedRecord:
         self._repair = StreamRepair(jetstream, stream, make, remake)
         self._share_of_askers = 1.0
         self._logged: set[str] = set()
+        self._failures = 0
+        self._failed_by: DynbusError | None = None
         self._is_checked = False
 
     def __repr__(self) -> str:
         return f"<LeasedRecord {self.lease!r}>"
 
     def pause(self) -> float:
-        """Seconds until the next renewal, a third of the TTL at most: drawn, so that many holders
-        that were held up together do not write together ever after."""
-        return self.lease.ttl / 3 * jitter.uniform(EARLIEST, 1.0)
+        """Seconds until the next write, a third of the TTL at most.
 
-    def delay(self, failures: int, error: DynbusError) -> float:
-        """Seconds until a write is tried again after so many in a row that failed, the last by
-        `error`: drawn, and longer each time, since a server that has too much to do is asked by
-        all holders, and what it refused at once it would refuse at once again."""
-        longest = self.lease.ttl / (12 if isinstance(error, Unavailable) else 3)
-        return min(FIRST_DELAY * 2.0 ** min(failures, 30), longest) * jitter.uniform(0.5, 1.0)
+        They are drawn, so that many holders that were held up together do not write together ever
+        after. Failures in a row make them longer each time, from a short one on: a server that has
+        too much to do is asked by all holders, and what it refused at once it would refuse again.
+        """
+        if self._failed_by is None:
+            return self.lease.ttl / 3 * jitter.uniform(EARLIEST, 1.0)
+        longest = self.lease.ttl / (12 if isinstance(self._failed_by, Unavailable) else 3)
+        delay = FIRST_DELAY * 2.0 ** min(self._failures, 30)
+        return min(delay, longest) * jitter.uniform(0.5, 1.0)
+
+    def start_anew(self) -> None:
+        """Count failures from none on: something has changed, such as the server."""
+        self._failures = 0
+        self._failed_by = None
 
     @property
     def is_taken(self) -> bool:
@@ -242,6 +250,7 @@ class LeasedRecord:
             Unavailable: JetStream does not answer.
         """
         stored = await self._jetstream.last(self._stream, self.subject, timeout=timeout)
+        self.start_anew()
         self.lease.observe(stored, is_mine=stored is not None and self._is_mine(stored))
         return stored
 
@@ -283,6 +292,7 @@ class LeasedRecord:
                     return False
             else:
                 lease.stored(sequence, begun)
+                self.start_anew()
                 self._logged.clear()
                 return True
         raise Unavailable(f"the record {self.subject} changes under every write")
@@ -334,7 +344,10 @@ class LeasedRecord:
         self._share_of_askers = min(1.0, ASKERS / max(1, records))
 
     async def after_failure(self, error: DynbusError) -> None:
-        """Log why the record was not written, and mend the bucket if it can take none at all."""
+        """Count and log why the record was not written, and mend the bucket if it can take none
+        at all."""
+        self._failures += 1
+        self._failed_by = error
         # Once for each reason, until it is written: it is tried again and again.
         level = logging.DEBUG if str(error) in self._logged else logging.WARNING
         self._logged.add(str(error))

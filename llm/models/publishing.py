@@ -346,19 +346,15 @@ class _Registration:
                 await self.withdraw()
 
     async def _renew(self) -> None:
-        wait, failures = self._record.pause(), 0
         while True:
-            with anyio.move_on_after(wait):
+            with anyio.move_on_after(self._record.pause()):
                 await self._now.wait()
-                failures = 0
+                self._record.start_anew()
             self._now.clear()
             try:
                 await self._lane.run(self._write())
-                wait, failures = self._record.pause(), 0
             except DynbusError as error:
                 # The lane may be connected again a moment after the data connection.
-                failures += 1
-                wait = self._record.delay(failures, error)
                 await self._lane.run(self._record.after_failure(error))
 
     async def _look_after(self) -> None:

@@ -142,7 +142,13 @@ def test_a_record_whose_bucket_is_lost_is_written_again() -> None:
 def test_a_write_is_tried_again_later_each_time(error: DynbusError, longest: list[float]) -> None:
     async def story() -> list[list[float]]:
         record = leased((await MemoryBus().connect()).jetstream, b"one")
-        return [[record.delay(failures, error) for _ in range(50)] for failures in range(1, 5)]
+        delays: list[list[float]] = []
+        for _ in range(4):
+            await record.after_failure(error)
+            delays.append([record.pause() for _ in range(50)])
+        await record.write(b"one")
+        assert min(record.pause() for _ in range(50)) > 2.0
+        return delays
 
     drawn = run(story())
 
