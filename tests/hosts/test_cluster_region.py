@@ -110,18 +110,46 @@ class Calling:
         return self.records
 
 
+@pytest.fixture
+def calling(regions: Regions) -> Calling:
+    """A caller in us of two workers in eu."""
+    for name in "vw":
+        regions.begin_worker(regions.lab[name], "eu", f"in-eu-{name}").says("ready")
+    wait_until(lambda: regions.ask("u", "us", "ps").count("in-eu") == 2, what="us knows both")
+    made = Calling(regions)
+    made.goes_on()
+    return made
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_calls_from_abroad_go_on_when_the_backbone_server_of_their_region_is_lost(
+    regions: Regions, calling: Calling
+) -> None:
+    # The servers of eu join by that of us, and by their own when it is back.
+    regions.running["x"].kill()
+    calling.goes_on()
+    regions.begin_server("x")
+    regions.running["x"].says("Server is ready")
+    calling.goes_on()
+    records = calling.end()
+
+    # Who does not wait is refused at once meanwhile.
+    refused = [one for one in records if one.error.startswith("NoInstances")]
+    failed = [one for one in records if one.error and one not in refused]
+    print(f"{len(records)} calls and streams, {len(refused)} refused;", *failed, sep="\n")
+    assert broken_promises(records) == []
+    assert repeated(host.folder / "effects" for host in regions.lab) == []
+    assert {one.kind for one in failed} <= {*NOT_REPEATED}
+    assert refused
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_calls_from_abroad_go_on_whichever_server_is_killed_and_at_home_when_all_are(
-    regions: Regions,
+    regions: Regions, calling: Calling
 ) -> None:
     lab = regions.lab
-    for name in "vw":
-        regions.begin_worker(lab[name], "eu", f"in-eu-{name}").says("ready")
-    wait_until(lambda: regions.ask("u", "us", "ps").count("in-eu") == 2, what="us knows both")
-    calling = Calling(regions)
-    calling.goes_on()
-
     for name in CLUSTER:
         regions.running[name].kill()
         calling.goes_on()
