@@ -15,7 +15,7 @@ from .rates import SortKey
 from .terminal import terminal
 
 if TYPE_CHECKING:
-    from .survey import Held, HeldRequest, InstanceReport, Request
+    from .survey import Held, HeldRequest, InstanceReport, Request, Survey
 
 MOST_SHOWN: Final = 100
 """Requests in the table."""
@@ -123,7 +123,7 @@ def _list(
     from dynbus.bus.records.abroad import HEARD_WITHIN
     from dynbus.bus.serving.services import MOST_REQUESTS
 
-    from .survey import Survey, survey
+    from .survey import survey
 
     async def look() -> Survey:
         async with terminal.server(config, "dynbus-ps") as server:
@@ -172,12 +172,17 @@ def _list(
                 terminal.plain(", ".join(sorted(row.endpoints))),
                 terminal.plain(row.address or "-"),
                 *([terminal.plain(row.zone or "-")] if has_zones else []),
-                *([terminal.plain(row.region or survey_result.region)] if has_regions else []),
+                *([terminal.plain(_region(row, survey_result))] if has_regions else []),
                 *([_status(row.status)] if says else []),
             )
             for row in rows
         ],
     )
+
+
+def _region(row: InstanceReport, looked: Survey) -> str:
+    """The region of an instance; what no record lists may be in any."""
+    return row.region or ("-" if row.state == "unlisted" else looked.region)
 
 
 def show_hosts(rows: Sequence[InstanceReport], *, as_json: bool) -> None:
