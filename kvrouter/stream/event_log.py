@@ -11,10 +11,12 @@ epoch begins that says everything again: nothing is ever lost in silence.
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -78,6 +80,9 @@ def pieces(event: KvEvent, max_bytes: int) -> Iterator[KvEvent]:
         parent = int(engine_hashes[-1])
 
 
+_nonce: Final = partial(secrets.token_hex, 8)
+
+
 class BatchState(Enum):
     IN_FLIGHT = "in_flight"
     STORED = "stored"
@@ -92,6 +97,8 @@ class OutgoingBatch:
         since: Unix seconds at which its first live event was handed over; 0 for state alone.
         awareness: what the rank says of its events, see `encode_awareness`.
         sequence: where the stream has it.
+        nonce: of its message id. Instances of other components publish to the same stream, and one
+            that guessed an id would have the server take this for a repeat of theirs.
     """
 
     event_epoch: int
@@ -102,6 +109,7 @@ class OutgoingBatch:
     awareness: str = ""
     state: BatchState = BatchState.IN_FLIGHT
     sequence: int = 0
+    nonce: str = field(default_factory=_nonce)
 
 
 class _Waiting(NamedTuple):

@@ -167,13 +167,17 @@ class BatchSender:
     async def _store(self, log: EventLog, batch: OutgoingBatch) -> None:
         namespace, component, instance_id = self._address
         subject = kv_event_subject(namespace, component, instance_id, log.dp_rank)
-        number = f"{instance_id}.{log.dp_rank}.{batch.event_epoch}.{batch.first_id}"
+        place = f"{instance_id}.{log.dp_rank}.{batch.event_epoch}.{batch.first_id}"
         fields = {PUBLISHED: f"{batch.since:.6f}"} if batch.since else {}
         if batch.awareness:
             fields[AWARENESS] = batch.awareness
         try:
             sequence = await self._connection.jetstream.publish(
-                subject, batch.data, message_id=number, headers=fields, timeout=PUBLISH_TIMEOUT
+                subject,
+                batch.data,
+                message_id=f"{place}.{batch.nonce}",
+                headers=fields,
+                timeout=PUBLISH_TIMEOUT,
             )
         except Exception as error:
             if not isinstance(error, DynbusError):

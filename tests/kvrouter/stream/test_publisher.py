@@ -69,10 +69,38 @@ def test_events_are_published_for_their_rank_with_ids_that_tell_repeats() -> Non
 
     assert begun.subject == first.subject == event_subject("a")
     assert of_rank_3.subject == event_subject("a", 3)
-    assert (begun.headers["Nats-Msg-Id"], first.headers["Nats-Msg-Id"]) == ("a.0.1.0", "a.0.1.1")
+    ids = [one.headers["Nats-Msg-Id"].rpartition(".") for one in (begun, first)]
+    assert [place for place, _, _ in ids] == ["a.0.1.0", "a.0.1.1"]
+    assert ids[0][2] != ids[1][2]
     assert decode_events(first.data).engine_hashes == [1, 2]
     assert float(first.headers["Dynbus-Published"]) > 0
     assert decode_events(begun.data).closing_digest is not None
+
+
+def test_nobody_has_the_server_take_events_to_come_for_repeats_of_its_own() -> None:
+    async def story() -> list[str]:
+        at = EventBus()
+        connection = await at.bus.connect()
+        async with at.publisher() as publisher:
+            await publisher.flush()
+            last = await connection.jetstream.last(STREAM, event_subject("a"))
+            assert last is not None
+            # Who publishes reads the last message of any subject in the stream.
+            read = last.headers["Nats-Msg-Id"]
+            guesses = {read.replace("a.0.1.0", f"a.0.1.{first}", 1) for first in range(9)}
+            for guess in guesses | {f"a.0.1.{first}" for first in range(9)}:
+                other = "demo.Other._kv.o.0"
+                await connection.jetstream.publish(other, b"", message_id=guess)
+            publisher.publish([stored(1, 2)])
+            await publisher.flush()
+        await connection.close()
+        found = [one for one in await stored_messages(at.bus) if one.subject == event_subject("a")]
+        return [one.headers["Nats-Msg-Id"] for one in found]
+
+    begun, first = run(story())
+
+    assert begun.startswith("a.0.1.0.")
+    assert first.startswith("a.0.1.1.")
 
 
 def test_events_of_a_moment_share_a_message() -> None:
