@@ -44,6 +44,9 @@ MAX_NAME: Final = 512
 MAX_FAILED: Final = 64 * 1024
 """Characters of an error's texts; more than a message holds would never arrive."""
 
+MAX_RETRY_AFTER: Final = 86_400.0
+"""Seconds after which a call is tried again at the latest, whatever an instance says."""
+
 BATCH_OVERHEAD: Final = 128
 """Bytes to leave free in a message beside the units of its frames."""
 
@@ -359,7 +362,8 @@ def error_of(frame: Failed) -> DynbusError:
     )
     error.retryable = frame.retryable
     if isinstance(error, Overloaded):
-        error.retry_after = frame.retry_after
+        # Callers sleep for so long, and tell it to others in whole seconds.
+        error.retry_after = min(max(0.0, _seconds(frame.retry_after)), MAX_RETRY_AFTER)
     if isinstance(error, HandlerError):
         error.remote_traceback = frame.traceback
         error.error_type = frame.error_type

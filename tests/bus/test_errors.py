@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import sys
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,14 @@ from dynbus.bus.errors import (
     HandlerError,
     Overloaded,
 )
-from dynbus.bus.protocol.wire import Failed, decode_batch, encode_batch, error_of, failed_frame
+from dynbus.bus.protocol.wire import (
+    MAX_RETRY_AFTER,
+    Failed,
+    decode_batch,
+    encode_batch,
+    error_of,
+    failed_frame,
+)
 
 SECRET = bytes(16)
 KINDS = list(ERRORS.values())
@@ -73,6 +82,20 @@ def test_overloaded_carries_when_to_retry() -> None:
 
     assert isinstance(arrived, Overloaded)
     assert arrived.retry_after == 1.5
+
+
+@pytest.mark.parametrize(
+    ("said", "believed"),
+    [(math.inf, 0.0), (math.nan, 0.0), (-5.0, 0.0), (1e300, MAX_RETRY_AFTER)],
+)
+def test_an_instance_keeps_nobody_waiting_for_longer_than_a_day(
+    said: float, believed: float
+) -> None:
+    sent = failed_frame(7, SECRET, 1, 3, Overloaded("full"))
+    error = error_of(msgspec.structs.replace(sent, retry_after=said))
+
+    assert isinstance(error, Overloaded)
+    assert error.retry_after == believed
 
 
 def test_a_handler_error_carries_the_type_of_the_exception_and_its_traceback() -> None:
