@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping
 from enum import Enum, Flag, auto
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, cast
 
 import msgspec
+from msgspec import Meta
 
 from dynbus import ConfigError, EndpointName
 from dynbus.llm.generation import DefaultSampling
@@ -21,6 +22,11 @@ MAX_USER_DATA: Final = 32 * 1024
 """Bytes as JSON."""
 
 DEFAULT_BLOCK_SIZE: Final = 16
+
+# Lists of all models have these numbers, which some clients read into 64 bits: a card with others
+# is none.
+_Tokens = Annotated[int, Meta(ge=0, lt=2**53)]
+_Time = Annotated[float, Meta(ge=0, lt=2**53)]
 
 MODALITIES: Final = ("image", "audio")
 """The kinds of content beside text that a model may take."""
@@ -116,7 +122,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     endpoint: str
     input: ModelInput
     types: list[str]
-    context_length: int | None = None
+    context_length: _Tokens | None = None
     kv_cache_block_size: int = DEFAULT_BLOCK_SIZE
     migration_limit: int = ResumeRule.MIGRATION_LIMIT
     idempotent: bool = False
@@ -131,7 +137,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     base_model: str = ""
     lora_name: str = ""
     artefacts: dict[str, str] = {}
-    created: float = 0.0
+    created: _Time = 0.0
 
     @property
     def type(self) -> ModelType:

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynbus import EndpointName
 from dynbus.bus.errors import ConfigError
 from dynbus.llm.models.card import (
     ModelCard,
@@ -18,6 +19,7 @@ from dynbus.llm.models.card import (
     check_user_data,
     differences,
 )
+from dynbus.llm.models.records import decode_card
 
 
 def card(**changes: Any) -> ModelCard:
@@ -36,6 +38,17 @@ def test_a_card_is_the_same_after_it_was_sent() -> None:
     sent = card(user_data={"lora": ["a"]}, artefacts={"tokenizer.json": "0" * 64})
 
     assert msgspec.json.decode(msgspec.json.encode(sent), type=ModelCard) == sent
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"created": 1e308}, {"created": -1.0}, {"context_length": 2**64}, {"context_length": -1}],
+)
+def test_a_card_whose_numbers_no_client_reads_is_none(numbers: dict[str, Any]) -> None:
+    endpoint = EndpointName("demo", "Worker", "generate")
+
+    assert decode_card(msgspec.json.encode(card()), endpoint) == card()
+    assert decode_card(msgspec.json.encode(card(**numbers)), endpoint) is None
 
 
 def test_completion_is_the_earlier_name_of_completions() -> None:
