@@ -182,6 +182,12 @@ class Users(ABC):
                 f"the user {name} is {known.what}, and no {role}: revoke it first, or give another "
                 "name"
             )
+        if role == ACTOR and known.of != of:
+            # Its key has the name that handlers allow.
+            raise ConfigError(
+                f"{known.of} and {of} would both be the user {name}: give one another name, or "
+                "revoke it first"
+            )
         lasts = known.lifetime if lifetime is None else lifetime
         user = msgspec.structs.replace(known, of=of, grants=tuple(grants), lifetime=lasts)
         self.users[name] = user

@@ -148,6 +148,17 @@ def test_a_user_of_another_role_is_not_replaced(registry: Registry) -> None:
         registry.put("one", "actor", "demo.One", [HEARS])
 
 
+def test_the_user_of_a_component_is_not_given_to_another_one_of_its_name(
+    registry: Registry,
+) -> None:
+    registry.put("a_b_C", "actor", "a_b.C", [HEARS])
+    grants = registry.user("a_b_C").grants
+
+    with pytest.raises(ConfigError, match="a_b.C and a.b_C would both be the user a_b_C"):
+        registry.put("a_b_C", "actor", "a.b_C", [CALLS])
+    assert registry.user("a_b_C").grants == grants
+
+
 def test_a_rotated_key_is_taken_beside_the_one_before_until_that_is_revoked(
     registry: Registry,
 ) -> None:
