@@ -607,6 +607,17 @@ class JetStream(Protocol):
         """
         ...
 
+    async def read_one(
+        self, stream: str, subject: str, *, timeout: float = 5.0
+    ) -> StoredMessage | None:
+        """The last message of one subject; None when there is none. As `read` any replica answers
+        it, and the permission to ask can be for this subject alone.
+
+        Raises:
+            NoStream: no replica of the stream answers.
+        """
+        ...
+
     async def purge(
         self, stream: str, subject: str = "", *, up_to: int = 0, timeout: float = 5.0
     ) -> int:

@@ -48,11 +48,9 @@ from dynbus.bus.work_queue import (
     DeathReason,
     JobLog,
     JobResult,
-    NoDeadLetter,
     Outcome,
     RunPhase,
     WorkQueue,
-    letter_id_of,
 )
 
 from .options import CallOptions, checked_options, combined, inherited
@@ -366,10 +364,7 @@ class JobQueue:
 
     async def _letter(self, name: str) -> DeadLetter | None:
         letters = DeadLetters(self._bus.data.jetstream, self.endpoint.namespace)
-        try:
-            return await letters.get(letter_id_of(self.endpoint, name))
-        except NoDeadLetter:
-            return None
+        return await letters.of_job(self.endpoint, name)
 
     async def state(self, name: str) -> JobState:
         """The state of a job; see `JobHandle.state`."""

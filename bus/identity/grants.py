@@ -33,6 +33,7 @@ from dynbus.bus.protocol.names import (
     job_log_stream,
     job_log_subject,
     look_up_subjects,
+    read_one_subjects,
     read_subjects,
     topic_stream,
     topic_subject,
@@ -187,7 +188,6 @@ def submits(queue: EndpointName, *, ordered: bool = False) -> Grant:
             again in its place, by who signals or cancels it.
     """
     stream, log = work_stream(queue), job_log_stream(queue)
-    dead = dead_letter_stream(queue.namespace)
     return Grant(
         f"submits jobs of {queue}",
         (
@@ -200,7 +200,7 @@ def submits(queue: EndpointName, *, ordered: bool = False) -> Grant:
             job_log_subject(queue, "*", "log.signal.*"),
             job_cancel_subject(queue),
             *read_subjects(log),
-            *read_subjects(dead),
+            *read_one_subjects(dead_letter_stream(queue.namespace), _letters(queue)),
             *((f"$JS.ACK.{stream}.*.>",) if ordered else ()),
         ),
         (job_log_subject(queue, "*", "end"),),
@@ -248,12 +248,17 @@ def takes(queue: EndpointName, *, durable: bool = True) -> Grant:
 def _of_takers(queue: EndpointName) -> tuple[str, ...]:
     """The subjects by which takers keep dead letters, and say and ask who holds what."""
     return (
-        dead_letter_subject(queue.namespace, queue.component, queue.endpoint),
-        *read_subjects(dead_letter_stream(queue.namespace)),
+        _letters(queue),
+        # The letters of others in the namespace are none of its business.
+        *read_one_subjects(dead_letter_stream(queue.namespace), _letters(queue)),
         holder_subject(queue, "*"),
         *read_subjects(_HOLDERS),
         f"{REPLY_ROOT}.>",
     )
+
+
+def _letters(queue: EndpointName) -> str:
+    return dead_letter_subject(*queue)
 
 
 # Topics ------------------------------------------------------------------------------------

@@ -485,6 +485,11 @@ class MemoryJetStream:
 
         return await self._look(stream, "DIRECT.GET", held, timeout)
 
+    async def read_one(
+        self, stream: str, subject: str, *, timeout: float = 5.0
+    ) -> StoredMessage | None:
+        return await self._look(stream, "DIRECT.GET", lambda held: held.last(subject), timeout)
+
     async def last(
         self, stream: str, subject: str, *, timeout: float = 5.0
     ) -> StoredMessage | None:

@@ -36,9 +36,14 @@ _OF_THE_ANSWER = frozenset(
 
 
 class _Page:
-    """The messages of one answer, and whether it is complete."""
+    """The messages of one answer, and whether it is complete.
 
-    def __init__(self) -> None:
+    Args:
+        is_single: whether one message is all of it.
+    """
+
+    def __init__(self, *, is_single: bool = False) -> None:
+        self._is_single = is_single
         self.messages: list[StoredMessage] = []
         self.heard = asyncio.Event()
         self.pending: int | None = None
@@ -64,6 +69,8 @@ class _Page:
                 # Its own comes beside that of this answer.
                 of_server = is_answer(message.headers, message.data, of_readers=1)
                 self.messages.append(_stored(fields, message.data, of_server=of_server))
+                if self._is_single:
+                    self.pending = 0
             except (LookupError, ValueError) as error:
                 self.error = Unavailable(f"reading the stream: an answer cannot be read: {error!r}")
         self.heard.set()
@@ -134,6 +141,21 @@ async def read_last(
         return (await _read_page(connection, stream, {"multi_last": subjects}, region)).messages
 
 
+async def read_one(
+    connection: ServerLink, stream: str, subject: str, timeout: float, region: str = ""
+) -> StoredMessage | None:
+    """The last message of one subject, asked for at a subject that names it; None for none.
+
+    Raises:
+        NoStream, PermissionDenied, Unavailable: as of `read_stream`.
+    """
+    call = f"{api_of(region)}.DIRECT.GET.{stream}.{subject}"
+    with _answered(stream, timeout):
+        # It takes no question beside its subject.
+        messages = (await _ask(connection, call, b"", is_single=True)).messages
+    return messages[0] if messages else None
+
+
 def _from(sequence: int, subject: str) -> dict[str, Any]:
     """The question for the messages of a subject from a sequence on."""
     return {
@@ -156,15 +178,18 @@ def _answered(stream: str, timeout: float) -> Generator[None]:
 async def _read_page(
     connection: ServerLink, stream: str, request: Mapping[str, Any], region: str
 ) -> _Page:
-    """One answer that is complete; the caller bounds the wait."""
     call = f"{api_of(region)}.DIRECT.GET.{stream}"
-    data = msgspec.json.encode(request)
+    return await _ask(connection, call, msgspec.json.encode(request))
+
+
+async def _ask(connection: ServerLink, call: str, data: bytes, *, is_single: bool = False) -> _Page:
+    """One answer that is complete; the caller bounds the wait."""
     pause = FIRST_REPEAT
     while True:
         await connection.wait_connected()
         # A new inbox per try: what another replica still sends cannot be mixed in.
         inbox = f"{connection.inbox}c.{secrets.token_hex(8)}"
-        page = _Page()
+        page = _Page(is_single=is_single)
         subscription = connection.subscribe(inbox, page.add, reads_stream=True)
         try:
             connection.publish(call, data, reply=inbox)

@@ -50,7 +50,7 @@ from .api_requests import (
     unix_seconds,
 )
 from .consumer import NatsOrderedConsumer
-from .direct_get import read_last, read_page, read_stream
+from .direct_get import read_last, read_one, read_page, read_stream
 from .pull_reader import NatsPullReader
 from .regions import KEEP_APART, count_keepers
 from .stream_config import (
@@ -265,6 +265,11 @@ class NatsJetStream:
         self, stream: str, subjects: Sequence[str], *, timeout: float = 5.0
     ) -> list[StoredMessage]:
         return await read_last(self._connection, stream, subjects, timeout, self.region)
+
+    async def read_one(
+        self, stream: str, subject: str, *, timeout: float = 5.0
+    ) -> StoredMessage | None:
+        return await read_one(self._connection, stream, subject, timeout, self.region)
 
     async def delete_stream(self, name: str, *, timeout: float = 5.0) -> None:
         try:

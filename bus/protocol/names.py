@@ -433,6 +433,12 @@ def read_subjects(stream: str) -> tuple[str, ...]:
     return (*look_up_subjects(stream), f"$JS.API.DIRECT.GET.{stream}")
 
 
+def read_one_subjects(stream: str, subject: str) -> tuple[str, ...]:
+    """The subjects by which it is asked whether a stream is there, and what it holds last under a
+    subject (wildcards allowed) and no other."""
+    return (f"$JS.API.STREAM.INFO.{stream}", f"$JS.API.DIRECT.GET.{stream}.{subject}")
+
+
 def follow_subjects(stream: str) -> tuple[str, ...]:
     """The subjects by which a stream is read, and what is stored from then on, through a consumer
     of one's own."""

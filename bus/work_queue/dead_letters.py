@@ -203,6 +203,18 @@ class DeadLetters:
             f"{self.namespace} names them"
         )
 
+    async def of_job(self, queue: EndpointName, job_id: str) -> DeadLetter | None:
+        """The letter of a job; None for one that is none. It takes the right to read those of its
+        queue alone."""
+        subject = dead_letter_subject(*queue, letter_id_of(queue, job_id))
+        try:
+            # Told by any replica, and none where there is no stream at all.
+            await self._jetstream.stream_info(self._stream)
+            message = await self._jetstream.read_one(self._stream, subject, timeout=READ_TIMEOUT)
+        except NoStream:
+            return None
+        return None if message is None else _letter(message)
+
     async def redrive(self, letter: DeadLetter) -> None:
         """Put the job into its queue again, without its deadline and with all its tries, and
         discard the letter. In an ordered queue it comes behind those that are there.

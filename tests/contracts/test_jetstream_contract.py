@@ -88,6 +88,25 @@ async def test_the_last_messages_of_several_subjects_are_read_in_one_question(bu
     assert nothing == []
 
 
+async def test_the_last_message_of_one_subject_is_read_at_a_subject_that_names_it(
+    bus: Bus,
+) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    await js.publish(f"{stream}.a", b"1")
+    await js.publish(f"{stream}.a", b"2", headers={"Key": "value"})
+
+    one = await js.read_one(stream, f"{stream}.a")
+    none = await js.read_one(stream, f"{stream}.b")
+    with pytest.raises(NoStream):
+        await js.read_one("missing", "missing.a")
+
+    assert one is not None
+    assert (one.subject, one.sequence, one.data) == (f"{stream}.a", 2, b"2")
+    assert one.headers == {"Key": "value"}
+    assert none is None
+
+
 async def test_publish_to_a_subject_of_no_stream_says_so_at_once(bus: Bus, subject: str) -> None:
     js = (await bus.connect()).jetstream
     started = time.monotonic()

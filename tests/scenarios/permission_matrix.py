@@ -168,6 +168,7 @@ QUEUE: Final = EndpointName("demo", "Printer", "print")
 INSTANCES: Final = "KV_dynbus_instances"
 WORK: Final = "DYNBUS_WORK_demo+Printer+print"
 LOG: Final = "DYNBUS_JOBS_demo+Printer+print"
+DEAD: Final = "DYNBUS_DEAD_demo"
 SOLD: Final = "DYNBUS_TOPIC_demo+order+sold"
 RETURNED: Final = "DYNBUS_TOPIC_demo+order+returned"
 EVENTS: Final = "demo._topic.order.sold._event.*.*"
@@ -177,6 +178,7 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         may("call a method of Printer", "publish", "demo.Printer.ink.i", "Shop Router frontend caller operator"),
         may("call a method of Shop", "publish", "demo.Shop.order", "Router frontend caller operator"),
         may("call another engine of the component", "publish", "demo.Engine.lend_prefix.i", "Engine Router frontend caller operator"),
+        may("ask why requests went to an Engine", "publish", "demo.Engine._kv_why", "Engine Router frontend caller operator"),
         may("control a call of Printer", "publish", "demo.Printer._ctl.i", "Printer Shop Router frontend caller operator"),
         may("ask what Printer reads and writes", "publish", "demo.Printer._schema.i", "Printer Shop Router frontend caller operator"),
         may("call in another namespace", "publish", "other.Printer.ink", "stranger"),
@@ -210,6 +212,7 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
     ],
     "Jobs": [
         may("submit a job", "publish", "demo.Printer._work.print.normal.j", "Shop Printer operator"),
+        may("have an instance submit a job: call its durable handler", "publish", "demo.Printer.print.i", "Router frontend caller operator"),
         may("wake a job that waits", "publish", "demo.Printer._work.print.normal.j.woken", "Shop Printer operator"),
         may("take a job", "publish", f"$JS.API.CONSUMER.MSG.NEXT.{WORK}.takers-normal", "Printer operator"),
         may("say that a job is done", "publish", f"$JS.ACK.{WORK}.takers-normal.1.1.1.1.0", "Printer operator"),
@@ -224,6 +227,10 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         may("hear the jobs of all", "subscribe", "demo.*._work.>"),
         may("read jobs that wait", "publish", f"$JS.API.DIRECT.GET.{WORK}", "Shop Printer operator"),
         may("forge a dead letter", "publish", "demo.Printer._dead.print.l", "Printer operator"),
+        may("read a dead letter of Printer", "publish", f"$JS.API.DIRECT.GET.{DEAD}.demo.Printer._dead.print.l", "Shop Printer operator"),
+        may("read a dead letter of Ledger", "publish", f"$JS.API.DIRECT.GET.{DEAD}.demo.Ledger._dead.book.l", "Ledger operator"),
+        may("read the dead letters of all", "publish", f"$JS.API.DIRECT.GET.{DEAD}", "operator"),
+        may("read the last dead letter of another", "publish", f"$JS.API.STREAM.MSG.GET.{DEAD}", "operator"),
         may("say who holds a job", "publish", "$KV.dynbus_jobs.demo.Printer.print.t", "Printer operator"),
         may("pause a queue", "publish", f"$JS.API.CONSUMER.PAUSE.{WORK}.takers-normal", "operator"),
         may("empty a queue", "publish", f"$JS.API.STREAM.PURGE.{WORK}", "operator"),
@@ -263,6 +270,7 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
     "Models and caches": [
         may("publish what the cache of an Engine holds", "publish", "demo.Engine._kv.i.0", "Engine operator"),
         may("publish for another component", "publish", "demo.Printer._kv.i.0", "operator"),
+        may("read what another last said of its cache", "publish", "$JS.API.STREAM.MSG.GET.DYNBUS_EVENTS_demo", "Engine Router frontend operator"),
         may("tell other regions what the cache of an Engine holds", "publish", "_kv_abroad.eu.demo.Engine.i.0", "Engine"),
         may("tell them so of another component", "publish", "_kv_abroad.eu.demo.Printer.i.0"),
         may("hear what caches abroad hold", "subscribe", "_kv_abroad.*.demo.Engine.*.*", "Router frontend"),
@@ -301,7 +309,7 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
     ],
     "Escalations": [
         may("make a stream, with sources or a republish", "publish", "$JS.API.STREAM.CREATE.mine", "operator"),
-        may("make the stream of dead letters first", "publish", "$JS.API.STREAM.CREATE.DYNBUS_DEAD_demo", "operator"),
+        may("make the stream of dead letters first", "publish", f"$JS.API.STREAM.CREATE.{DEAD}", "operator"),
         may("have a stream republished or transformed", "publish", f"$JS.API.STREAM.UPDATE.{INSTANCES}", "operator"),
         may("have the takers' consumer deliver elsewhere", "publish", f"$JS.API.CONSUMER.CREATE.{WORK}.takers-normal.demo.Printer._work.print.normal.>", "operator"),
         may("make a durable consumer", "publish", f"$JS.API.CONSUMER.DURABLE.CREATE.{INSTANCES}.mine", "operator"),
@@ -474,6 +482,7 @@ Permissions are about subjects. What they leave open is closed where it arrives:
 - **Where the server answers.** It answers a question to JetStream, and the word that something is stored, at whatever subject that names, which may be one of a stream: a queue, a topic, a log, a bucket. Even an observer can have such an answer stored in place of a record, until its owner writes it again, and among the jobs of any queue. Whoever reads it knows it by its form and takes it for empty; a job of that kind is a dead letter, and never begins.
 - **A consumer's name.** Who hears a topic for itself makes a consumer of a name of its own in the topic's stream, and would change one that is there. So each user whose grants allow that is denied the consumers of groups that users of the same folder have; a group that has its user elsewhere is not known there.
 - **Who takes events in a group** asks for them at any reply subject. In another topic's stream they are stored under the subject that they had, which nobody reads there; in their own they are heard again, as events that are handed out at least once may be.
+- **Who may look up a shared stream** (`STREAM.MSG.GET`, `DIRECT.GET`) may read all of it: records, cards, files of models, who holds which job, the last KV events. Dead letters have what jobs say, so each user may ask for those of its own queues alone, by their subject.
 - **Roll-ups.** JetStream looks at the right to publish the subject of a message alone, and one with `Nats-Rollup: all` clears its whole stream where that takes them, [below](#roll-ups) as tried. Five do, for what they are:
   - the records of instances: the server's markers of what expired, by which everybody hears at once that an instance is gone, are roll-ups. Records are back with their next renewal, a third of their TTL later, and who knew an instance keeps it;
   - snapshots, large descriptions of memory and files of batches: object buckets of ADR-20 replace by roll-ups. A router without a snapshot starts from the stream. An agent whose large description is gone is not read from: only descriptions above 48 KiB are there;
