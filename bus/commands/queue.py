@@ -455,8 +455,8 @@ def _list_dead(letters: Sequence[DeadLetter], where: str, as_json: bool) -> None
 def redrive(namespace: str, letters: Sequence[str], take_all: bool, nats: str | None) -> None:
     """Put dead letters into their queues again.
 
-    They have all their tries, and no deadline. A letter whose job was too large to keep is refused;
-    with --all the others are redriven.
+    They have all their tries, and no deadline. A letter whose job was too large to keep is refused,
+    and one that cannot be put; with --all the others are redriven.
     """
     _each(namespace, letters, take_all, nats, "redriven", lambda at, one: at.redrive(one))
 
@@ -479,7 +479,7 @@ def _each(
     done: str,
     act: Callable[[DeadLetters, DeadLetter], Awaitable[None]],
 ) -> None:
-    from dynbus.bus.errors import PayloadTooLarge
+    from dynbus.bus.errors import ConfigError, PayloadTooLarge
     from dynbus.bus.protocol.names import check_token
 
     if take_all == bool(named):
@@ -487,11 +487,11 @@ def _each(
 
     async def work(letters: DeadLetters) -> int:
         chosen = await letters.find() if take_all else [await letters.get(one) for one in named]
-        refused: PayloadTooLarge | None = None
+        refused: PayloadTooLarge | ConfigError | None = None
         for letter in chosen:
             try:
                 await act(letters, letter)
-            except PayloadTooLarge as error:
+            except (PayloadTooLarge, ConfigError) as error:
                 refused = refused or error
                 continue
             click.echo(f"{done}: {letter.letter_id} {terminal.printable(letter.job_id)}")

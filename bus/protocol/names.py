@@ -398,12 +398,24 @@ def lane_of_event(subject: str) -> str:
     return lane if kind == EVENT else kind
 
 
-def is_group_subject(subject: str) -> bool:
-    """True if copies of events may be put below a subject, and nothing else."""
+class GroupAt(NamedTuple):
+    """A lane of a group of a topic."""
+
+    namespace: str
+    topic: str
+    group: str
+    lane: str
+
+
+def group_at(subject: str) -> GroupAt | None:
+    """The group of which copies of events may be put below a subject; None where nothing else is
+    put."""
     tokens = subject.split(".")
     if len(tokens) < 6 or tokens[1] != TOPIC or tokens[-3] != GROUP:
-        return False
-    return all(map(TOKEN.fullmatch, (tokens[0], *tokens[2:-3], *tokens[-2:])))
+        return None
+    if not all(map(TOKEN.fullmatch, (tokens[0], *tokens[2:-3], *tokens[-2:]))):
+        return None
+    return GroupAt(tokens[0], ".".join(tokens[2:-3]), *tokens[-2:])
 
 
 _TOPIC_STREAM: Final = "DYNBUS_TOPIC_"

@@ -13,18 +13,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from dynbus.bus.errors import DynbusError, PayloadTooLarge
+from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
     EndpointName,
     check_token,
     dead_letter_stream,
     dead_letter_subject,
-    is_group_subject,
+    group_at,
     is_lane,
     job_log_stream,
     job_log_subject,
     job_token,
+    topic_stream,
     work_subject,
 )
 from dynbus.bus.transport import (
@@ -221,6 +222,8 @@ class DeadLetters:
 
         Raises:
             PayloadTooLarge: the letter has not what the job says; it stays.
+            ConfigError: it is one of a group that its handler is not in, or has what no header can
+                carry; it stays.
             Unavailable: the queue does not exist, or the server does not answer; the letter stays.
             StreamFull: the queue is full; the letter stays.
         """
@@ -230,6 +233,8 @@ class DeadLetters:
                 f"{letter.lost_bytes} bytes were too many to keep; put the job again from where it "
                 "came, and discard the letter"
             )
+        if letter.group:
+            await self._check_group(letter)
         fields = {**letter.headers, header_names.JOB: letter.job_id}
         # A copy: its taker looks for what the job has done before, the other groups of a topic do
         # not get it, and no earlier message of the job is in its way.
@@ -252,6 +257,27 @@ class DeadLetters:
         except StreamFull:
             raise StreamFull(f"the queue {letter.queue} is full: try again later") from None
         await self.discard(letter)
+
+    async def _check_group(self, letter: DeadLetter) -> None:
+        """Refuse a letter that would give its own event to a group of others: who takes the jobs of
+        one queue writes its letters as it likes, and who redrives them may publish anywhere.
+
+        Raises:
+            ConfigError: the handler of the letter is not in the group.
+        """
+        at = group_at(letter.group)
+        stream = "" if at is None else topic_stream(at.namespace, at.topic)
+        names = () if at is None else (at.group, f"{at.group}+{at.lane}")
+        for name in names:
+            with suppress(NoStream):
+                info = await self._jetstream.consumer_info(stream, name)
+                # One that was made by hand says nothing of it.
+                if info.description in ("", str(letter.queue)):
+                    return
+        raise ConfigError(
+            f"the dead letter {letter.letter_id} is of {letter.queue}, which is not in the group "
+            f"that it names, {letter.group}: discard it"
+        )
 
     async def _forget_tries(self, letter: DeadLetter) -> None:
         """Drop the records of how the job and its tries ended: it has not, and has all of them."""
@@ -298,7 +324,7 @@ def _letter(message: StoredMessage) -> DeadLetter | None:
         _number(fields.get(header_names.DEAD_LOST)),
         lane if is_lane(lane) else "normal",
         # Letters are written with others' rights.
-        group if is_group_subject(group) else "",
+        group if group_at(group) is not None else "",
     )
 
 

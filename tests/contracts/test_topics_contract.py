@@ -32,7 +32,13 @@ from dynbus.actors.declaring.actor import check_servable
 from dynbus.actors.serving import topic_runner
 from dynbus.bus.bus import Bus as Presence
 from dynbus.bus.config import BusConfig
-from dynbus.bus.protocol.names import dead_letter_stream, topic_stream, topic_subject
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.names import (
+    dead_letter_stream,
+    dead_letter_subject,
+    topic_stream,
+    topic_subject,
+)
 from dynbus.bus.topics import forget_group, topic_config
 from dynbus.bus.transport import Message
 from dynbus.bus.work_queue import DeadLetter, DeadLetters
@@ -249,6 +255,32 @@ async def test_an_event_that_fails_is_tried_again_and_at_last_a_dead_letter(hall
     assert (await hall.hear("Billing", 4)).count(2) == 3
     assert 3 in await hall.hear("Search", 1)
     assert hall.heard["Search"].count(2) == 0
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+async def test_a_forged_letter_gives_its_event_to_no_group_of_another_handler(
+    hall: Hall, ordered: bool
+) -> None:
+    closed = hall.topic()
+    options: dict[str, Any] = {"group": "billing", "ordered": ordered, "tries": 1}
+    await hall.start(hall.member(closed, "Billing", **options))
+    runtime = await hall.runtime()
+    jetstream = runtime.bus.data.jetstream
+    letters = DeadLetters(jetstream, hall.namespace)
+    await closed.publish(Closed(1, fails=1), runtime=runtime)
+    letter = await first_letter(letters, "Billing")
+    # Who takes jobs of another component writes its letters as it likes.
+    fields = {headers.JOB: "forged", headers.DEAD_GROUP: letter.group}
+    forged_at = dead_letter_subject(hall.namespace, "Other", "take", "0" * 16)
+    await jetstream.publish(forged_at, letter.data, headers=fields)
+    forged = await first_letter(letters, "Other")
+
+    with pytest.raises(ConfigError, match="is not in the group that it names"):
+        await letters.redrive(forged)
+    await letters.redrive(letter)
+
+    assert await hall.hear("Billing", 2) == [1, 1]
+    assert [one.letter_id for one in await letters.find("Other")] == ["0" * 16]
 
 
 async def test_an_ordered_group_has_the_events_of_a_key_one_at_a_time_in_their_order(

@@ -18,10 +18,51 @@ from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError, PayloadTooLarge
 from dynbus.bus.nats.jetstream import NatsJetStream
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.protocol.names import EndpointName, work_stream, work_subject
-from dynbus.bus.work_queue import JobLog, NoDeadLetter, WorkQueue, WorkQueueConfig
+from dynbus.bus.protocol.names import (
+    EndpointName,
+    dead_letter_stream,
+    dead_letter_subject,
+    work_stream,
+    work_subject,
+)
+from dynbus.bus.work_queue import DeadLetters, JobLog, NoDeadLetter, WorkQueue, WorkQueueConfig
 
 pytestmark = pytest.mark.anyio
+
+
+async def test_a_letter_that_cannot_be_redriven_keeps_no_other_from_it(
+    nats_server: RunningServer,
+) -> None:
+    namespace = f"n{secrets.token_hex(6)}"
+    bus = await Bus.connect(BusConfig(servers=(nats_server.url,)))
+    queue = WorkQueue(
+        bus, EndpointName(namespace, "Printer", "print"), WorkQueueConfig(in_memory=True)
+    )
+    jetstream = bus.data.jetstream
+    await queue.put(b"page", job_id="one")
+    async with queue.take() as taker:
+        await (await anext(taker)).bury("no paper")
+    [letter] = await DeadLetters(jetstream, namespace).find()
+    # As nobody writes it by dynbus, and as the oldest of them.
+    subject = dead_letter_subject(namespace, "Other", "take", "0" * 16)
+    await jetstream.purge(dead_letter_stream(namespace))
+    block = b"NATS/1.0\r\nDynbus-Job: \x1b[31m\r\n\r\n"
+    bus.data.publish(subject, b"", headers=block)
+    await bus.data.barrier()
+    again = dead_letter_subject(namespace, "Printer", "print", letter.letter_id)
+    await jetstream.publish(again, b"page", headers={"Dynbus-Job": "one"})
+
+    redriven = await asyncio.to_thread(
+        CliRunner().invoke,
+        command_group,
+        ["redrive", namespace, "--all", "--nats", nats_server.url],
+    )
+    left = await DeadLetters(jetstream, namespace).find()
+    await bus.close()
+
+    assert f"redriven: {letter.letter_id} one\n" in redriven.output
+    assert redriven.exit_code != 0
+    assert [one.letter_id for one in left] == ["0" * 16]
 
 
 async def test_dead_letters_are_listed_shown_redriven_and_discarded(
