@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import secrets
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -33,6 +33,9 @@ FIRST_REPEAT: Final = 0.5
 """Seconds after which a question is asked again; each pause is twice as long as the last."""
 LEAST_WAIT: Final = 0.001
 """Seconds; less than that is no time left: timers of loops end a little early."""
+_TOKEN_BYTES: Final = 8
+_TOKENS: Final = 256
+"""Tokens that are drawn at a time."""
 
 WRONG_LAST_SEQUENCE: Final = 10071
 WRONG_LAST_SEQUENCE_CONSTANT: Final = 10164
@@ -146,7 +149,7 @@ class ServerRequests:
     def __init__(self, connection: ServerLink) -> None:
         self._connection = connection
         self._waiting: dict[str, _Request] = {}
-        self._numbers = itertools.count(1)
+        self._tokens: list[str] = []
         self._subscribed = False
 
     def __repr__(self) -> str:
@@ -179,7 +182,9 @@ class ServerRequests:
             self._subscribed = True
         if connection.state is not ConnectionState.CONNECTED:
             timeout = await self._connected(subject, timeout)
-        token = str(next(self._numbers))
+        if not self._tokens:
+            self._tokens = _drawn_tokens()
+        token = self._tokens.pop()
         send = partial(
             connection.publish, subject, data, reply=f"{connection.inbox}.{token}", headers=headers
         )
@@ -222,6 +227,17 @@ class ServerRequests:
             _fail(reply, NoResponders("nobody serves the subject: is JetStream enabled?"))
         else:
             reply.set_result(message)
+
+
+def _drawn_tokens() -> list[str]:
+    """Tokens of the subjects at which requests are answered.
+
+    Whom a process calls knows its inbox, and may publish there: only the server is to know the rest
+    of the subject.
+    """
+    drawn = secrets.token_hex(_TOKEN_BYTES * _TOKENS)
+    size = 2 * _TOKEN_BYTES
+    return [drawn[at : at + size] for at in range(0, len(drawn), size)]
 
 
 def _fail(reply: asyncio.Future[Message], error: DynbusError) -> None:

@@ -37,6 +37,29 @@ async def test_each_request_gets_its_own_reply(connection: NatsConnection, subje
     assert [reply.data for reply in replies] == [b"NUMBER %d" % n for n in range(20)]
 
 
+async def test_who_knows_the_inbox_cannot_answer_in_the_place_of_the_server(
+    connection: NatsConnection, subject: str
+) -> None:
+    asked: list[str] = []
+
+    def answer(message: Message) -> None:
+        inbox, _, earlier = message.reply.rpartition(".")
+        guesses = {str(number) for number in range(100)} | {earlier[:-1]}
+        if earlier.isdecimal():
+            guesses.add(str(int(earlier) + 1))
+        for token in (*guesses, *asked):
+            connection.publish(f"{inbox}.{token}", b"forged")
+        asked.append(earlier)
+        connection.publish(message.reply, b"true")
+
+    connection.subscribe(subject, answer)
+
+    replies = [(await connection.request(subject, b"")).data for _ in range(3)]
+
+    assert replies == [b"true"] * 3
+    assert len(set(asked)) == 3
+
+
 async def test_nobody_there_is_told_at_once(connection: NatsConnection, subject: str) -> None:
     with pytest.raises(NoResponders, match="nobody serves the subject"):
         async with asyncio.timeout(60):
