@@ -494,7 +494,7 @@ Permissions are about subjects. What they leave open is closed where it arrives:
 - **Instances of one component** are one trust domain: each may take the others' requests and write their records.
 - **Last values** that a user may write it may write again, whatever was there: the cards of its component's models, its records, how a job ended.
 - **Who submits jobs** may read those that wait in that queue, and say how one ended, which is how it is cancelled.
-- **Who calls all of a namespace** (`frontend`, `caller`, routers) reaches its durable handlers, whose instances submit a job for a call, and with a key (`Dynbus-Idempotency-Key`) gets the result that is kept under it; and `_kv_why`, where routers say what became of requests by their ids, as engines that read each other's blocks do.
+- **Who calls all of a namespace** (`frontend`, `caller`, routers) reaches its durable handlers, whose instances submit a job for a call, and with a key (`Dynbus-Idempotency-Key`) gets the result that is kept under it; and `_kv_why`, where routers tell the last requests that they routed, with their ids, as engines that read each other's blocks do. With its id a call of a plain NATS client is cancelled; those of dynbus have a secret for that.
 - **An instance's id** belongs to the first that announces it, of whatever component: one that is given by hand can be taken by another component, and the instance does not start. Ids that are drawn cannot.
 """
 
