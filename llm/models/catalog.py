@@ -30,12 +30,23 @@ from dynbus.spi import (
 from .artefacts import Artefacts
 from .card import TEMPLATE, TOKENIZER, ModelCard, ModelType, differences
 from .names import NAMES_STREAM, NameView, Owners
-from .records import ABROAD, ABROAD_CARDS_STREAM, ADDED, CARDS_STREAM, StoredCard, card_of
+from .records import (
+    ABROAD,
+    ABROAD_CARDS_STREAM,
+    ADDED,
+    CARDS_STREAM,
+    MAX_BUCKET_BYTES,
+    StoredCard,
+    card_of,
+)
 
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL: Final = 0.25
 """Seconds between two looks at which instances are there."""
+
+MOST_BYTES: Final = 2 * MAX_BUCKET_BYTES
+"""Bytes of cards that are known at a time, of the own region and of the others."""
 
 MAX_TEXT_MODELS: Final = 8
 """Tokenizers that are kept beside those of models that are served."""
@@ -73,23 +84,36 @@ class CardView:
         self._by_subject: dict[str, StoredCard] = {}
         self._ends: dict[str, float] = {}
         self._by_name: dict[str, set[str]] = {}
-        self._logged: set[tuple[str, str]] = set()
+        self._bytes = 0
+        # The endpoints of whose cards a problem is in the log, by name.
+        self._warned: dict[str, set[str]] = {}
 
     def put(self, subject: str, stored: StoredCard, now: float) -> None:
-        """A card was written or renewed."""
+        """A card was written or renewed.
+
+        The oldest make room for it where there are more than the bucket can hold, which says of
+        none that it had to go.
+        """
+        before = self._by_subject.pop(subject, None)
         self._by_subject[subject] = stored
+        self._bytes += stored.size - (before.size if before is not None else 0)
         self._by_name.setdefault(stored.card.name, set()).add(subject)
         self._ends[subject] = math.inf if stored.ttl is None else now + stored.ttl
+        while self._bytes > MOST_BYTES:
+            self.withdraw(next(iter(self._by_subject)))
 
     def withdraw(self, subject: str) -> None:
         """A card was taken back."""
         self._ends.pop(subject, None)
         stored = self._by_subject.pop(subject, None)
         if stored is not None:
-            subjects = self._by_name[stored.card.name]
+            self._bytes -= stored.size
+            name = stored.card.name
+            subjects = self._by_name[name]
             subjects.discard(subject)
             if not subjects:
-                del self._by_name[stored.card.name]
+                del self._by_name[name]
+                self._warned.pop(name, None)
 
     def begin_reading(self, now: float, *, abroad: bool = False) -> None:
         """All cards of the own region, or of the others, are about to be read; those that are not
@@ -163,8 +187,9 @@ class CardView:
         )
 
     def _tell(self, name: str, endpoint: str, problem: str) -> None:
-        if (name, endpoint) not in self._logged:
-            self._logged.add((name, endpoint))
+        endpoints = self._warned.setdefault(name, set())
+        if endpoint not in endpoints:
+            endpoints.add(endpoint)
             logger.warning("the model %s: %s", name, problem)
 
     def forget_ended(self, now: float) -> None:

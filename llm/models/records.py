@@ -34,13 +34,15 @@ ADDED: Final = "added"
 
 MARKER_TTL: Final = 120.0
 MAX_CARD_BYTES: Final = 64 * 1024
+MAX_BUCKET_BYTES: Final = 64 * 1024 * 1024
+CARD_OVERHEAD: Final = 256
 READ_TIMEOUT: Final = 10.0
 CARDS_STREAM: Final = StreamConfig(
     name=f"KV_{CARDS_BUCKET}",
     subjects=(f"$KV.{CARDS_BUCKET}.>",),
     limits=StreamLimits(
         max_messages_per_subject=1,
-        max_bytes=64 * 1024 * 1024,
+        max_bytes=MAX_BUCKET_BYTES,
         max_message_size=MAX_CARD_BYTES,
     ),
     # Without markers of what expired, for which the server would take roll-ups from everybody.
@@ -66,12 +68,14 @@ class StoredCard(NamedTuple):
         owner: an instance's id, a process's incarnation, or `ADDED`.
         sequence: of the bucket; greater for what was written later.
         ttl: seconds after which it is gone unless it is renewed; None for one that stays.
+        size: bytes that it takes, about.
     """
 
     card: ModelCard
     owner: str
     sequence: int
     ttl: float | None = None
+    size: int = 0
 
 
 def card_subject(endpoint: EndpointName, name: str, owner: str) -> str:
@@ -113,7 +117,8 @@ def card_of(message: StoredMessage) -> StoredCard | None:
         return None
     if f"{endpoint}.{model_token(card.name)}.{owner}" != place:
         return None
-    return StoredCard(card, owner, message.sequence, message.ttl)
+    size = len(message.data) + len(message.subject) + CARD_OVERHEAD
+    return StoredCard(card, owner, message.sequence, message.ttl, size)
 
 
 async def read_cards(jetstream: JetStream, name: str = "") -> list[StoredCard]:

@@ -14,6 +14,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import NoInstances, PermissionDenied, Unavailable
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.transport import StoredMessage
+from dynbus.llm.models import catalog
 from dynbus.llm.models.card import TOKENIZER, ModelCard, ModelInput, ModelType, model_token
 from dynbus.llm.models.catalog import MAX_TEXT_MODELS, CardView, Catalog
 from dynbus.llm.models.names import NAMES_BUCKET, NameRecord, Names, NameView
@@ -32,7 +33,7 @@ class Bus:
         self.names = NameView()
         self.view = CardView(lambda card: self.instances.get(card.endpoint, []), self.names)
 
-    def put(self, subject: str, owner: str, **changes: Any) -> ModelCard:
+    def put(self, subject: str, owner: str, size: int = 0, **changes: Any) -> ModelCard:
         fields: dict[str, Any] = {
             "name": "tiny",
             "endpoint": "demo.Worker.generate",
@@ -41,7 +42,7 @@ class Bus:
             **changes,
         }
         card = ModelCard(**fields)
-        self.view.put(subject, StoredCard(card, owner, 1, TTL), 0.0)
+        self.view.put(subject, StoredCard(card, owner, 1, TTL, size), 0.0)
         return card
 
     def say(self, where: str, said: NameRecord | ModelCard, sequence: int) -> None:
@@ -142,6 +143,19 @@ def contested() -> Bus:
     bus.put("a", "one", created=2.0)
     bus.put("b", "two", created=1.0, endpoint=THIEF)
     return bus
+
+
+def test_the_oldest_cards_make_room_where_there_are_more_than_the_bucket_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(catalog, "MOST_BYTES", 250)
+    bus = Bus()
+    bus.instances = {"demo.Worker.generate": [("one", "p")]}
+    for name in ("a", "b", "a", "c"):
+        bus.put(name, "one", size=100, name=name)
+
+    # `a` was renewed after `b` came.
+    assert bus.served == {"a": 1, "c": 1}
 
 
 def endpoints(bus: Bus) -> list[str]:
