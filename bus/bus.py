@@ -30,6 +30,7 @@ from .telemetry.recent_log import recent_log
 from .transport import Connection, ConnectionState, Message, PublishOptions, publish_headers
 
 if TYPE_CHECKING:
+    from .flight import FlightRecorder
     from .telemetry.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -271,6 +272,15 @@ class Bus:
             said: PublishOptions = {"ttl": ttl if record else WITHDRAWN_TTL, "deleted": not record}
             subject = subject_in(connection.region)
             connection.publish(subject, record, headers=publish_headers(said))
+
+    def recorder(self, namespace: str) -> FlightRecorder | None:
+        """A recorder in the flight of a namespace; None where nothing is recorded. To be called
+        on the main loop, and to be closed by its caller."""
+        if not self.config.flight:
+            return None
+        from .flight import FlightRecorder
+
+        return FlightRecorder(self.data, self.background, namespace)
 
     def count_instances(self, count: int) -> None:
         """Note how many instances there are; callable from any thread."""

@@ -108,6 +108,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         embedded_open: whether an embedded server that is started takes any program of this machine,
             and not those of its user alone.
         debug: send a handler's traceback to its caller.
+        flight: record what is decided and why, without prompts, in the stream
+            `DYNBUS_FLIGHT_{namespace}`, of which `dynbus record` saves files.
         schema_check: what a typed client does about an instance of another version of its class:
             `warn` of it in the log, or `off` for nothing.
         routing: how clients choose an instance that are given no `routing` of their own.
@@ -139,6 +141,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reply_prefixes: tuple[str, ...] = DEFAULT_REPLY_PREFIXES
     embedded_open: bool = False
     debug: bool = False
+    flight: bool = False
     schema_check: str = SCHEMA_CHECKS[0]
     routing: str = ROUTINGS[0]
     spill: str = "never"

@@ -66,4 +66,5 @@ def _routing(namespace: str) -> list[Grant]:
                 f"$JS.API.STREAM.PURGE.{snapshots.name}",
             ),
         ),
+        Grant.of_recording(namespace),
     ]

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.flight import flight_stream
 from dynbus.bus.protocol.names import EndpointName, check_other_region, check_token
 from dynbus.bus.protocol.seconds import seconds_of
 from dynbus.bus.records.abroad import ABROAD_STREAM
@@ -147,8 +148,14 @@ class NeededStream(NamedTuple):
 
     @staticmethod
     def of_kernel(namespace: str) -> list[StreamConfig]:
-        """The streams of actors and their callers: leases, what takers hold, dead letters."""
-        return [INSTANCES_STREAM, HOLDERS_STREAM, dead_letter_config(namespace)]
+        """The streams of actors and their callers: leases, what takers hold, dead letters, and what
+        is recorded."""
+        return [
+            INSTANCES_STREAM,
+            HOLDERS_STREAM,
+            dead_letter_config(namespace),
+            flight_stream(namespace),
+        ]
 
 
 def _time_of(text: str, group: str) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from dynbus.bus.flight import flight_stream
 from dynbus.bus.protocol.names import (
     ABROAD_STREAM_NAME,
     CANCEL,
@@ -57,6 +58,12 @@ class Grant(NamedTuple):
     purpose: str
     publish: tuple[str, ...] = ()
     subscribe: tuple[str, ...] = ()
+
+    @classmethod
+    def of_recording(cls, namespace: str) -> Grant:
+        """The grant to record in the flight of a namespace."""
+        stream = flight_stream(namespace)
+        return cls(f"records the flight of {namespace}", (*stream.subjects, *stream.to_look_up))
 
     def may_publish(self, subject: str) -> bool:
         """True if it allows to publish to a subject."""

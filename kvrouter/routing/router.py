@@ -52,6 +52,7 @@ from .requests import (
 )
 from .scheduler import KvScheduler, SchedulerStatistics
 from .shared_load import MESSAGE_BYTES, Heard, LoadSharing, SharedLoad
+from .tape import Note, TapedLoad, TapedScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,9 @@ async def open_router(
         if config.exact and runtime.bus.config.spill == "region":
             listening = caches_abroad(runtime.bus.data, namespace, component)
             abroad = await exits.enter_async_context(listening)
+        recorder = runtime.bus.recorder(namespace)
+        if recorder is not None:
+            exits.callback(recorder.close)
         router = KvRouter(
             config,
             follower=follower,
@@ -107,6 +111,7 @@ async def open_router(
             target=f"{namespace}.{component}",
             instances=partial(live_instances, runtime, namespace, component),
             offered=lambda: runtime.discovery.view.instances(namespace, component, monotonic()),
+            note=None if recorder is None else recorder.note,
         )
         await exits.enter_async_context(router)
         await exits.enter_async_context(RouterWatch(runtime.bus, namespace, component, router))
@@ -147,6 +152,7 @@ class KvRouter:
         instances: the ids of those of the target; while there are none, `awareness` is off.
         offered: those of them that may be chosen just now, for calls that wait while one comes.
             None has them wait for the next call, which is offered them.
+        note: takes the records of its tape; None for no tape.
         settings: fields of `RouterConfig`, which go before those of `config`.
 
     Attributes:
@@ -168,6 +174,7 @@ class KvRouter:
         target: str = "",
         instances: Instances | None = None,
         offered: Offered | None = None,
+        note: Note | None = None,
         **settings: Unpack[RouterSettings],
     ) -> None:
         self._config = config = configured(config, settings)
@@ -182,11 +189,18 @@ class KvRouter:
             tokenizer_id=config.tokenizer_id,
             needs_events=follower is not None,
         )
-        self._load: SharedLoad | None = None
+        load = self._load = None
         if connection is not None:
             message_bytes = min(MESSAGE_BYTES, connection.max_payload // 2)
-            self._load = SharedLoad(random_id(), message_bytes=message_bytes)
-        self._scheduler = KvScheduler(config, load=self._load, follower=follower, abroad=abroad)
+            kind = SharedLoad if note is None else TapedLoad
+            load = self._load = kind(random_id(), message_bytes=message_bytes)
+        self._scheduler = (
+            KvScheduler(config, load=load, follower=follower, abroad=abroad)
+            if note is None
+            else TapedScheduler(
+                config, note, target=target, load=load, follower=follower, abroad=abroad
+            )
+        )
         self._waiting: dict[Ticket, asyncio.Future[Decision]] = {}
         self._next_look: asyncio.TimerHandle | None = None
         self._component: tuple[str, str] | None = None

@@ -62,6 +62,8 @@ SECTIONS: Final[Mapping[str, Texts]] = {
         "doctor": "Check the server and this machine.",
         "dump": "Collect the state of a fleet in one archive.",
         "keys": "Make and revoke keys of front ends.",
+        "record": "Save what routers have recorded.",
+        "replay": "Make recorded decisions again.",
         "setup": "Make the streams of a namespace.",
         "version": "Print the versions that matter.",
     },

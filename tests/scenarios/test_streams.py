@@ -165,6 +165,9 @@ async def use_everything(exits: AsyncExitStack, runtime: Runtime, folder: Path) 
     async with queue.take() as taker:
         await (await anext(taker)).bury("no paper")
     await Topic(TOPIC, bytes, namespace="demo").publish(b"", runtime=runtime)
+    recorder = bus.recorder("demo")
+    assert recorder is not None
+    await eventually(lambda: recorder.is_ready)
 
 
 def set_up(server: RunningServer, *arguments: str) -> dict[str, str]:
@@ -192,7 +195,10 @@ async def test_what_is_used_is_what_setup_makes_and_what_the_page_lists(
 ) -> None:
     other = await run_server(store_dir=tmp_path / "other")
     try:
-        async with Runtime.connect(own_server.url) as using, Runtime.connect(other.url) as made:
+        async with (
+            Runtime.connect(own_server.url, flight=True) as using,
+            Runtime.connect(other.url) as made,
+        ):
             async with AsyncExitStack() as exits:
                 await use_everything(exits, using, tmp_path / "tiny")
             statuses = await anyio.to_thread.run_sync(set_up, other)

@@ -1,0 +1,178 @@
+"""`dynbus record` and `dynbus replay`: a namespace's flight saved as a file, and run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import click
+
+from dynbus.bus import exit_codes
+from dynbus.bus.commands.terminal import terminal
+
+if TYPE_CHECKING:
+    from dynbus.bus.commands.server import Server
+    from dynbus.bus.flight import Entry
+
+ENTRY_POINTS: Final = "dynbus.replay"
+"""The group of classes, `ReplayPart`s, each of which runs a part of a flight again."""
+READ_SECONDS: Final = 600.0
+
+
+class ReplayPart(Protocol):
+    """A part of a flight that is run again; it is made with the settings that are to be others.
+
+    Attributes:
+        title: of its lines.
+    """
+
+    title: str
+
+    def __init__(self, settings: Mapping[str, str]) -> None: ...
+
+    def take(self, entry: Entry) -> None:
+        """Take the next record; one that is of something else is passed over."""
+        ...
+
+    @property
+    def is_as_recorded(self) -> bool:
+        """True if all came out as on record, or is explained."""
+        ...
+
+    def to_json(self) -> Mapping[str, Any]:
+        """The outcome as plain values."""
+        ...
+
+    def lines(self) -> Sequence[str]:
+        """The outcome for people."""
+        ...
+
+
+@click.group()
+def record() -> None:
+    """Save what a namespace has recorded.
+
+    Processes with `flight: true` under `bus:`, or DYNBUS_FLIGHT=true, record what they decide, and
+    all that it was decided by: requests by the hashes of their blocks, never by their text. The
+    stream DYNBUS_FLIGHT_{namespace} keeps the last day of it, as far as 256 MiB reach.
+
+    \b
+    dynbus record save incident.flight --namespace llm --from 2h
+    dynbus replay incident.flight
+    """
+
+
+@record.command(epilog=exit_codes.GENERAL)
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--namespace", metavar="NAME", required=True, help="Whose flight it is.")
+@click.option("--from", "since", metavar="TIME", help=f"Since when: {terminal.TIMES}")
+@click.option("--until", metavar="TIME", help="Until when; until now unless given.")
+@terminal.nats_option
+def save(
+    file: Path, namespace: str, since: str | None, until: str | None, nats: str | None
+) -> None:
+    """Write a part of a namespace's flight into FILE, which must not be there yet.
+
+    It has no prompt, no text of an answer, and no name but those of components, instances, zones
+    and policies.
+    """
+    import asyncio
+    import time
+
+    from dynbus.bus.flight import FlightHead, write_flight
+
+    now = time.time()
+    first = 0.0 if since is None else terminal.parse_time(since, "--from")(now)
+    last = now if until is None else terminal.parse_time(until, "--until")(now)
+    if last <= first:
+        raise click.UsageError("--until is not behind --from")
+
+    async def read() -> list[bytes]:
+        async with terminal.server(terminal.settings(nats), "dynbus-record") as server:
+            return await _read(server, namespace, first, last)
+
+    messages = asyncio.run(read())
+    head = FlightHead(namespace, first, last, metadata.version("dynbus"))
+    count = write_flight(file, head, messages)
+    terminal.notice(f"{file}: {count} messages, {file.stat().st_size} bytes")
+
+
+async def _read(server: Server, namespace: str, first: float, last: float) -> list[bytes]:
+    from dynbus.bus.errors import ConfigError
+    from dynbus.bus.flight import flight_stream
+    from dynbus.bus.records.reading import read_until
+    from dynbus.bus.transport import NoStream, StoredMessage
+
+    messages: list[bytes] = []
+
+    def take(message: StoredMessage) -> bool:
+        if message.time > last:
+            return True
+        if message.time >= first:
+            messages.append(message.data)
+        return False
+
+    try:
+        await read_until(
+            server.connection.jetstream,
+            flight_stream(namespace).name,
+            take,
+            timeout=READ_SECONDS,
+        )
+    except NoStream:
+        raise ConfigError(
+            f"nothing is recorded in {namespace}: set DYNBUS_FLIGHT=true where its routers are"
+        ) from None
+    return messages
+
+
+@click.command(
+    epilog=f"{exit_codes.GENERAL} 1: something came out otherwise than on record, and without "
+    "--set."
+)
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--set",
+    "settings",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Decide by another setting than on record, such as policy=dynamo. Repeatable.",
+)
+@terminal.json_option
+@click.pass_context
+def replay(ctx: click.Context, /, *, file: Path, settings: Sequence[str], as_json: bool) -> None:
+    """Make the decisions in FILE again, by the objects that made them.
+
+    Without --set each is to come out as it did: what does not is named. With --set the same
+    requests are decided otherwise, while all else happens as on record: what engines found in their
+    caches and when they were done is not simulated.
+
+    \b
+    dynbus replay incident.flight
+    dynbus replay incident.flight --set policy=dynamo --set temperature=0.2
+    """
+    from dynbus.bus.flight import read_flight
+
+    changed = dict(_pairs(settings))
+    parts = [one.load()(changed) for one in metadata.entry_points(group=ENTRY_POINTS)]
+    for entry in read_flight(file).entries:
+        for part in parts:
+            part.take(entry)
+    if as_json:
+        terminal.print_json({part.title: part.to_json() for part in parts})
+    else:
+        for part in parts:
+            for line in part.lines():
+                click.echo(terminal.plain(line))
+    if not changed and not all(part.is_as_recorded for part in parts):
+        ctx.exit(exit_codes.FAILURE)
+
+
+def _pairs(given: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise click.UsageError(f"--set {text!r}: write NAME=VALUE")
+        yield name, value

@@ -1,0 +1,136 @@
+"""`FlightRecorder`: sends what a process records, a message a quarter of a second.
+
+Nothing waits for it. What it cannot send is missing from the flight, and the numbers of its records
+say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from dynbus.bus.background import Background
+from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.errors import DynbusError, PermissionDenied
+from dynbus.bus.protocol.random_ids import random_id
+from dynbus.bus.transport import Connection, NoRoom
+
+from .records import Record, encode_records, flight_stream, flight_subject
+
+logger = logging.getLogger(__name__)
+
+INTERVAL: Final = 0.25
+"""Seconds in which records are gathered for one message."""
+MOST_RECORDS: Final = 10_000
+"""Records that are gathered; further ones are lost."""
+PER_MESSAGE: Final = 500
+"""Records of a message: many are encoded without holding up the loop for long."""
+MOST_BACKLOG: Final = 1024**2
+"""Bytes that wait for the server, beyond which records are lost: what they are about goes first."""
+TRY_AGAIN: Final = 10.0
+"""Seconds until the stream is made again that could not be made."""
+
+
+class FlightRecorder:
+    """Records what one part of a process does in a namespace. Belongs to the running loop.
+
+    Args:
+        background: makes the stream.
+
+    Attributes:
+        id: drawn, of its records.
+        lost: records that were not sent.
+    """
+
+    def __init__(self, connection: Connection, background: Background, namespace: str) -> None:
+        self.id = random_id()
+        self.lost = 0
+        self._connection = connection
+        self._stream = flight_stream(namespace)
+        self._subject = flight_subject(namespace, self.id)
+        self._loop = asyncio.get_running_loop()
+        self._records: list[tuple[float, Record]] = []
+        # The number of the first that is gathered; those behind it were gathered without a gap.
+        self._first = 0
+        self._timer: asyncio.TimerHandle | None = None
+        # None until the stream is there, or is known not to come.
+        self._is_on: bool | None = None
+        background.start(self._make_stream, name=f"the stream {self._stream.name}")
+
+    def __repr__(self) -> str:
+        return f"<FlightRecorder {self._stream.name} [{self._first} records, {self.lost} lost]>"
+
+    @property
+    def is_ready(self) -> bool:
+        """True if there is a stream."""
+        return bool(self._is_on)
+
+    def note(self, record: Record, at: float) -> None:
+        """Record something that happened at a time of the monotonic clock."""
+        if self._is_on is False:
+            self.lost += 1
+            return
+        if len(self._records) >= MOST_RECORDS:
+            # Which of them are lost makes no difference, and so the gap is one.
+            self._lose()
+        self._records.append((at, record))
+        if self._timer is None:
+            self._timer = self._loop.call_later(INTERVAL, self._send)
+
+    def close(self) -> None:
+        """Send what is gathered."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._records:
+            self._send_some()
+
+    def _send(self) -> None:
+        self._timer = None
+        if self._is_on is not None:
+            self._send_some()
+        if self._records:
+            # Many are sent turn by turn.
+            wait = INTERVAL if self._is_on is None else 0.0
+            self._timer = self._loop.call_later(wait, self._send)
+
+    def _send_some(self) -> None:
+        """Send the first records, or lose all where there is no way."""
+        connection = self._connection
+        if not self._is_on or not connection.is_connected or connection.backlog > MOST_BACKLOG:
+            self._lose()
+            return
+        some, self._records = self._records[:PER_MESSAGE], self._records[PER_MESSAGE:]
+        data = encode_records(self.id, self._first, unix_time() - monotonic(), some)
+        self._first += len(some)
+        try:
+            connection.publish(self._subject, data)
+        except DynbusError as error:
+            self.lost += len(some)
+            logger.debug("%r: %s", self, error)
+
+    def _lose(self) -> None:
+        self._first += len(self._records)
+        self.lost += len(self._records)
+        self._records = []
+
+    async def _make_stream(self) -> None:
+        logged = ""
+        while True:
+            try:
+                await self._connection.jetstream.ensure_stream(self._stream, probe=self._subject)
+            except (PermissionDenied, NoRoom) as error:
+                logger.warning(
+                    "nothing is recorded: %s; an operator makes the stream: `dynbus setup`", error
+                )
+                self._is_on = False
+                return
+            except DynbusError as error:
+                level = logging.DEBUG if str(error) == logged else logging.WARNING
+                logged = str(error)
+                logger.log(level, "nothing is recorded yet: %s", error)
+                await asyncio.sleep(TRY_AGAIN)
+            else:
+                self._is_on = True
+                return

@@ -1,0 +1,5 @@
+"""The decisions of routers, made again from their tapes."""
+
+from .replay import Compared, Replay, Replayed
+
+__all__ = ["Compared", "Replay", "Replayed"]

@@ -1,0 +1,538 @@
+"""Decisions of routers, made again by the scheduler that made them, from what is on their tapes.
+
+A tape that is read from its beginning gives the same decisions. One that is read from the middle
+on, or that has a gap, begins with a scheduler that knows nothing: for some time its decisions may
+differ for what happened before, and are counted apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dynbus import Context, DynbusError
+from dynbus.kvrouter.radix.index import Overlap, Rank
+from dynbus.kvrouter.routing import tape
+from dynbus.kvrouter.routing.config import RouterConfig, RouterSettings, configured
+from dynbus.kvrouter.routing.cost import RequestShape
+from dynbus.kvrouter.routing.decision import Decision
+from dynbus.kvrouter.routing.profiles import InstanceProfile
+from dynbus.kvrouter.routing.queue import SchedulingRequest, Ticket
+from dynbus.kvrouter.routing.requests import Constraints
+from dynbus.kvrouter.routing.scheduler import KvScheduler
+from dynbus.kvrouter.routing.shared_load import SharedLoad
+from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
+from dynbus.kvrouter.stream.summary import CachesAbroad
+
+WARM_AFTER: Final = 600.0
+"""Seconds after which a scheduler that began with nothing is to decide as the one on record."""
+
+BEFORE: Final = "what happened before the recording is not known"
+NO_POLICY: Final = "the policy on record has no name by which it could be loaded"
+UNKNOWN: Final = "it refers to records that are missing"
+
+
+class TapeEntry(Protocol):
+    """A record of a flight as it is read; see `Entry` of the bus."""
+
+    @property
+    def recorder(self) -> str: ...
+    @property
+    def missing(self) -> int: ...
+    @property
+    def time(self) -> float: ...
+    @property
+    def at(self) -> float: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def body(self) -> bytes | msgspec.Raw: ...
+
+
+class Compared(NamedTuple):
+    """A request of which came something else than on record.
+
+    Attributes:
+        time: Unix seconds.
+        target: `namespace.component`.
+        request: digest of its id.
+        recorded, made: where it went, and where it goes now; or that it waits, or the code of what
+            refused it.
+        why: the reason, where one is known; empty for none.
+    """
+
+    time: float
+    target: str
+    request: int
+    recorded: str
+    made: str
+    why: str
+
+
+@dataclass(slots=True)
+class Replayed:
+    """The outcome of a replay.
+
+    Attributes:
+        decisions: that were made again.
+        differing: those that came out otherwise.
+        left_out: requests that could not be decided again, by the reason.
+        missing: records that are not there.
+        reuse, recorded_reuse: tokens that the chosen ranks were taken to hold, now and on record.
+        placed, recorded_placed: how many requests went to each rank, now and on record.
+        since, until: Unix seconds of the first and the last record.
+    """
+
+    decisions: int = 0
+    differing: list[Compared] = field(default_factory=list[Compared])
+    left_out: Counter[str] = field(default_factory=Counter[str])
+    missing: int = 0
+    reuse: int = 0
+    recorded_reuse: int = 0
+    placed: Counter[str] = field(default_factory=Counter[str])
+    recorded_placed: Counter[str] = field(default_factory=Counter[str])
+    since: float = math.inf
+    until: float = -math.inf
+
+    @property
+    def unexplained(self) -> list[Compared]:
+        """Those that came out otherwise for no known reason."""
+        return [each for each in self.differing if not each.why]
+
+
+class Replay:
+    """Makes the decisions of routers again, record by record.
+
+    Args:
+        settings: fields of `RouterConfig` that are to be others than those on record.
+
+    Raises:
+        ConfigError: one is not usable.
+    """
+
+    def __init__(self, settings: RouterSettings | None = None) -> None:
+        self.outcome = Replayed()
+        self._settings = settings or {}
+        configured(None, self._settings)
+        self._tapes: dict[str, _TapeReader] = {}
+
+    def __repr__(self) -> str:
+        return f"<Replay [{self.outcome.decisions} decisions of {len(self._tapes)} routers]>"
+
+    def take(self, entry: TapeEntry) -> None:
+        """Take the next record of a flight; one that is of no router is passed over.
+
+        Raises:
+            ConfigError: a policy cannot be loaded.
+        """
+        record = _read(entry)
+        if record is None:
+            return
+        outcome = self.outcome
+        outcome.since = min(outcome.since, entry.time)
+        outcome.until = max(outcome.until, entry.time)
+        outcome.missing += entry.missing
+        reader = self._tapes.get(entry.recorder)
+        if reader is None:
+            reader = self._tapes[entry.recorder] = _TapeReader(self._settings, outcome)
+        elif entry.missing:
+            reader.lose()
+        reader.take(record, entry)
+
+
+_RECORDS: Final = msgspec.msgpack.Decoder(
+    tape.Began
+    | tape.Profiled
+    | tape.Offered
+    | tape.Submitted
+    | tape.Released
+    | tape.Withdrawn
+    | tape.FirstItem
+    | tape.Grown
+    | tape.Ended
+    | tape.Reused
+    | tape.Elsewhere
+    | tape.Refreshed
+    | tape.Gone
+    | tape.PolicyChanged
+    | tape.LoadHeard
+    | tape.LoadExpired
+)
+
+
+def _read(entry: TapeEntry) -> Any:
+    """The record of a router's tape; None for any other."""
+    if not entry.kind.startswith(tape.KIND):
+        return None
+    try:
+        return _RECORDS.decode(entry.body)
+    except (msgspec.DecodeError, RecursionError):
+        # A later version may have further kinds.
+        return None
+
+
+class _Recorded(Random):
+    """Draws what is on record, where it is among what may be drawn.
+
+    Attributes:
+        position: of the candidate that was chosen.
+    """
+
+    position = -1
+
+    def choice(self, seq: Any) -> Any:
+        return self.position if self.position in seq else super().choice(seq)
+
+    def choices(self, population: Any, *args: Any, **given: Any) -> list[Any]:
+        if self.position in population:
+            return [self.position]
+        return super().choices(population, *args, **given)
+
+
+class _ReplayedScheduler(KvScheduler):
+    """A scheduler that draws for each request what is on record of it.
+
+    Attributes:
+        positions: of the candidates that were chosen, by the ids of their requests.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        load: SharedLoad,
+        follower: _RecordedCaches | None,
+        abroad: CachesAbroad,
+    ) -> None:
+        self.positions: dict[str, int] = {}
+        # Seeded: what is not on record is drawn the same each time.
+        self._drawn = _Recorded(0)
+        super().__init__(config, load=load, follower=follower, abroad=abroad, random=self._drawn)
+
+    def _decide(self, request: SchedulingRequest, now: float) -> Decision:
+        self._drawn.position = self.positions.pop(request.request_id, -1)
+        return super()._decide(request, now)
+
+
+class _RecordedCaches:
+    """A `Follower` that says of prompts what the one on record said."""
+
+    def __init__(self) -> None:
+        self.sequence = 0
+        self._overlaps: dict[tape.SeenPrompt, list[tape.SeenOverlap]] = {}
+
+    @property
+    def position(self) -> _RecordedCaches:
+        return self
+
+    def hear(self, seen: tape.Seen) -> None:
+        """Say this from now on."""
+        self.sequence = seen.sequence
+        self._overlaps = dict(seen.overlaps)
+
+    def overlaps(self, block_hashes: NDArray[np.uint64]) -> Mapping[Rank, Overlap]:
+        # Nothing where the one on record was not asked.
+        seen = self._overlaps.get(tape.seen_prompt(block_hashes), ())
+        return {Rank(instance, dp_rank): Overlap(*tiers) for instance, dp_rank, *tiers in seen}
+
+    def awareness(self) -> CacheAwareness:
+        return CacheAwareness(AwarenessLevel.EXACT)
+
+    def ask_resync(self, rank: Rank, reason: str) -> None:
+        """Do nothing: the next message of the rank is on record."""
+
+
+class _RecordedAbroad(CachesAbroad):
+    """Caches of other regions that reach as far as is on record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reached: dict[tuple[tape.SeenPrompt, Rank], int] = {}
+
+    def hear(self, seen: tape.Seen) -> None:
+        """Say this from now on."""
+        self._reached = {
+            (prompt, Rank(instance, dp_rank)): blocks
+            for prompt, instance, dp_rank, blocks in seen.abroad
+        }
+
+    def reach(self, rank: Rank, sequence_hashes: Sequence[int], now: float) -> int:
+        return self._reached.get((tape.seen_prompt(sequence_hashes), rank), 0)
+
+
+class _TapeReader:
+    """Makes the decisions of one router again."""
+
+    def __init__(self, settings: RouterSettings, outcome: Replayed) -> None:
+        self._settings = settings
+        self._outcome = outcome
+        self._scheduler: _ReplayedScheduler | None = None
+        self._target = ""
+        self._is_loadable = True
+        # Of a scheduler that began with nothing; from then on it is to know all that counts.
+        self._warm_at = math.inf
+        self._caches = _RecordedCaches()
+        self._abroad = _RecordedAbroad()
+        self._load: SharedLoad | None = None
+        self._profiles: dict[int, InstanceProfile] = {}
+        self._offered: dict[int, list[InstanceProfile]] = {}
+        # Of prompts by the sequence hashes of their beginnings: all their blocks, and how many.
+        self._prompts: dict[int, tuple[NDArray[np.uint64], int]] = {}
+        # The number that a decision has now, by that on record.
+        self._numbers: dict[int, int] = {}
+        self._waiting: dict[int, Ticket] = {}
+        self._serials: dict[Ticket, int] = {}
+        self._requests: dict[int, int] = {}
+
+    def lose(self) -> None:
+        """Records are missing: the scheduler no longer knows what the one on record knew."""
+        self._scheduler = None
+
+    def take(self, record: Any, entry: TapeEntry) -> None:
+        if isinstance(record, tape.Began):
+            self._begin(record, entry)
+            return
+        scheduler = self._scheduler
+        if scheduler is None:
+            if isinstance(record, tape.Submitted):
+                self._outcome.left_out[UNKNOWN if self._is_loadable else NO_POLICY] += 1
+            return
+        now = entry.at
+        match record:
+            case tape.Profiled():
+                self._profiles[record.number] = _profile(record)
+            case tape.Offered():
+                known = [self._profiles[each] for each in record.profiles if each in self._profiles]
+                self._offered[record.number] = known
+            case tape.Submitted():
+                self._submit(scheduler, record, entry)
+            case tape.Released():
+                self._release(scheduler, record, entry)
+            case tape.Withdrawn():
+                ticket = self._waiting.pop(record.serial, None)
+                if ticket is not None:
+                    scheduler.withdraw(ticket)
+            case tape.FirstItem():
+                scheduler.first_item(self._number(record.number), now)
+            case tape.Grown():
+                scheduler.grown(self._number(record.number), record.tokens)
+            case tape.Ended():
+                number = self._numbers.pop(record.number, 0)
+                scheduler.ended(number, now, record.error)
+            case tape.Reused():
+                scheduler.note_reused(self._number(record.number), record.tokens, now)
+            case tape.Elsewhere():
+                hashes = np.frombuffer(record.blocks, "<u8").tolist()
+                scheduler.note_elsewhere(Rank(record.instance, record.dp_rank), hashes, now)
+            case tape.Refreshed():
+                scheduler.refresh(self._offered.get(record.offered, []))
+            case tape.Gone():
+                if record.for_good:
+                    scheduler.remove_instance(record.instance)
+                else:
+                    scheduler.forget_cache(record.instance)
+            case tape.PolicyChanged():
+                self._use_policy(scheduler, record.policy)
+            case tape.LoadHeard():
+                if self._load is not None:
+                    self._load.receive(record.data, now)
+            case _:
+                if self._load is not None:
+                    self._load.expire(now)
+
+    def _begin(self, began: tape.Began, entry: TapeEntry) -> None:
+        self._profiles.clear()
+        self._offered.clear()
+        self._prompts.clear()
+        if self._scheduler is not None and not began.is_new:
+            return
+        self._target = began.target
+        self._numbers.clear()
+        self._waiting.clear()
+        self._serials.clear()
+        self._requests.clear()
+        self._warm_at = -math.inf if began.is_new else entry.at + WARM_AFTER
+        self._is_loadable = bool(began.policy) or "policy" in self._settings
+        if not self._is_loadable:
+            self._scheduler = None
+            return
+        config = RouterConfig(
+            policy=began.policy or "kv",
+            temperature=began.temperature,
+            queue_threshold=began.queue_threshold,
+            queue_limit=began.queue_limit,
+            session_ttl=began.session_ttl,
+            session_overload=began.session_overload,
+            prediction_ttl=began.prediction_ttl,
+            approximate_ttl=began.approximate_ttl,
+            exact=began.is_exact,
+        )
+        self._load = SharedLoad(began.router or "alone")
+        self._scheduler = _ReplayedScheduler(
+            configured(config, self._settings),
+            load=self._load,
+            follower=self._caches if began.is_exact else None,
+            abroad=self._abroad,
+        )
+
+    def _use_policy(self, scheduler: KvScheduler, policy: str) -> None:
+        if "policy" in self._settings:
+            return
+        if not policy:
+            self._is_loadable = False
+            self._scheduler = None
+            return
+        scheduler.use_policy(policy)
+
+    def _number(self, recorded: int) -> int:
+        """The number of a decision now; 0 for one that was not made again."""
+        return self._numbers.get(recorded, 0)
+
+    # Requests -----------------------------------------------------------------------------
+
+    def _submit(
+        self, scheduler: _ReplayedScheduler, record: tape.Submitted, entry: TapeEntry
+    ) -> None:
+        request = self._request(record)
+        if request is None:
+            self._outcome.left_out[UNKNOWN] += 1
+            return
+        self._hear(scheduler, record.seen, {record.serial: record.chosen})
+        made: Decision | Ticket | str
+        try:
+            made = scheduler.submit(request, entry.at)
+        except DynbusError as error:
+            made = error.code
+        if isinstance(made, Ticket):
+            self._waiting[record.serial] = made
+            self._serials[made] = record.serial
+            self._requests[record.serial] = record.request
+        recorded = record.refused or (_place(record.chosen) if record.chosen else "waits")
+        self._compare(record.chosen, recorded, made, record.request, entry)
+        if self._load is not None:
+            # What it would tell others.
+            for _ in self._load.outgoing(entry.at):
+                pass
+
+    def _request(self, record: tape.Submitted) -> SchedulingRequest | None:
+        profiles = self._offered.get(record.offered)
+        blocks = np.frombuffer(record.blocks, "<u8").astype(np.uint64)
+        if record.known:
+            earlier, length = self._prompts.get(record.known_hash, (blocks, -1))
+            if length != record.known:
+                return None
+            blocks = np.concatenate([earlier[:length], blocks])
+        if profiles is None:
+            return None
+        metadata = {Context.TENANT_KEY: record.tenant} if record.tenant else {}
+        shape = RequestShape(
+            record.prompt_tokens,
+            record.block_size,
+            blocks,
+            record.expected_output_tokens,
+            record.priority,
+            metadata,
+        )
+        hashes = shape.sequence_hashes
+        for place in range(record.known + tape.MARK_EVERY, len(hashes) + 1, tape.MARK_EVERY):
+            self._prompts[hashes[place - 1]] = blocks, place
+        return SchedulingRequest(
+            str(record.serial),
+            shape,
+            profiles,
+            record.arrived,
+            record.attempt,
+            record.session,
+            Constraints(
+                frozenset(record.required),
+                record.preferred,
+                record.lora_name,
+                record.lora_required,
+            ),
+            hops=record.hops,
+        )
+
+    def _hear(
+        self,
+        scheduler: _ReplayedScheduler,
+        seen: tape.Seen,
+        chosen: Mapping[int, tape.Chosen | None],
+    ) -> None:
+        """Have the scheduler know and draw what is on record of requests, by their serials."""
+        self._caches.hear(seen)
+        self._abroad.hear(seen)
+        if not self._settings:
+            scheduler.positions = {str(of): one.position for of, one in chosen.items() if one}
+
+    def _release(
+        self, scheduler: _ReplayedScheduler, record: tape.Released, entry: TapeEntry
+    ) -> None:
+        self._hear(scheduler, record.seen, {of: chosen for of, chosen, _ in record.outcomes})
+        made: dict[int, Decision | str] = {}
+        for ticket, one in scheduler.release(entry.at):
+            serial = self._serials.pop(ticket)
+            self._waiting.pop(serial, None)
+            made[serial] = one if isinstance(one, Decision) else one.code
+        for serial, chosen, code in record.outcomes:
+            # One that waits on goes where it is put later.
+            request = self._requests.pop(serial, 0)
+            recorded = _place(chosen) if chosen else code
+            self._compare(chosen, recorded, made.pop(serial, "waits"), request, entry)
+
+    def _compare(
+        self,
+        chosen: tape.Chosen | None,
+        recorded: str,
+        made: Decision | Ticket | str,
+        request: int,
+        entry: TapeEntry,
+    ) -> None:
+        outcome = self._outcome
+        if isinstance(made, Decision):
+            now = f"{made.chosen.instance}/{made.chosen.dp_rank}"
+            outcome.reuse += made.expected_reuse
+            outcome.placed[now] += 1
+            if chosen is not None:
+                self._numbers[chosen.number] = made.number
+        else:
+            now = "waits" if isinstance(made, Ticket) else made
+        if chosen is not None:
+            outcome.recorded_reuse += chosen.reuse
+            outcome.recorded_placed[recorded] += 1
+        outcome.decisions += 1
+        if now != recorded:
+            why = BEFORE if entry.at < self._warm_at else ""
+            outcome.differing.append(
+                Compared(entry.time, self._target, request, recorded, now, why)
+            )
+
+
+def _place(chosen: tape.Chosen) -> str:
+    return f"{chosen.instance}/{chosen.dp_rank}"
+
+
+def _profile(record: tape.Profiled) -> InstanceProfile:
+    return InstanceProfile(
+        record.instance,
+        record.block_size,
+        record.total_blocks,
+        record.max_batched_tokens,
+        tuple(Rank(record.instance, rank) for rank in range(record.dp_size)),
+        record.has_events,
+        record.fetches,
+        record.lends,
+        record.model,
+        "",
+        frozenset(record.tags),
+        frozenset(record.loras),
+        record.zone,
+        record.region,
+    )

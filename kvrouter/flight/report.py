@@ -1,0 +1,115 @@
+"""The routing part of `dynbus replay`: decisions made again, as lines and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final, cast, get_type_hints
+
+import msgspec
+
+from dynbus import ConfigError
+from dynbus.kvrouter.routing.config import RouterSettings
+from dynbus.spi import suggestion
+
+from .replay import Replay, TapeEntry
+
+SETTINGS: Final = (
+    "policy",
+    "temperature",
+    "queue_threshold",
+    "queue_limit",
+    "session_ttl",
+    "session_overload",
+    "prediction_ttl",
+    "approximate_ttl",
+)
+"""Fields of `RouterConfig` that a replay may have otherwise."""
+MOST_SHOWN: Final = 10
+
+
+class RoutingReplay:
+    """The decisions of all routers in a flight, made again.
+
+    Args:
+        settings: fields of `RouterConfig` as text, which are to be others than those on record.
+
+    Raises:
+        ConfigError: one is none, or has no such value.
+    """
+
+    title: Final = "routing"
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._replay = Replay(read_settings(settings))
+
+    def take(self, entry: TapeEntry) -> None:
+        """Take the next record of the flight."""
+        self._replay.take(entry)
+
+    @property
+    def is_as_recorded(self) -> bool:
+        """True if every decision came out as on record, or is explained."""
+        return not self._replay.outcome.unexplained
+
+    def to_json(self) -> dict[str, Any]:
+        """The outcome as plain values."""
+        outcome = self._replay.outcome
+        return {
+            "decisions": outcome.decisions,
+            "same": outcome.decisions - len(outcome.differing),
+            "explained": Counter(one.why for one in outcome.differing if one.why),
+            "unexplained": [one._asdict() for one in outcome.unexplained],
+            "left_out": outcome.left_out,
+            "missing": outcome.missing,
+            "expected_tokens": {"recorded": outcome.recorded_reuse, "replayed": outcome.reuse},
+            "placed": {"recorded": outcome.recorded_placed, "replayed": outcome.placed},
+        }
+
+    def lines(self) -> list[str]:
+        """The outcome for people."""
+        outcome = self._replay.outcome
+        if not outcome.decisions and not outcome.left_out:
+            return ["no router has recorded anything"]
+        same = outcome.decisions - len(outcome.differing)
+        share = 100 * same / outcome.decisions if outcome.decisions else 0.0
+        lines = [f"{same} of {outcome.decisions} decisions as on record ({share:.2f} %)"]
+        for why, count in Counter(one.why for one in outcome.differing if one.why).items():
+            lines.append(f"{count} otherwise: {why}")
+        for one in outcome.unexplained[:MOST_SHOWN]:
+            lines.append(f"{one.request:016x} of {one.target}: {one.recorded}, now {one.made}")
+        if (more := len(outcome.unexplained) - MOST_SHOWN) > 0:
+            lines.append(f"{more} more are otherwise")
+        lines += [f"{count} left out: {why}" for why, count in outcome.left_out.items()]
+        if outcome.missing:
+            lines.append(f"{outcome.missing} records are missing")
+        lines.append(
+            f"tokens expected in caches: {outcome.recorded_reuse} on record, {outcome.reuse} now"
+        )
+        for place in sorted(outcome.recorded_placed | outcome.placed):
+            before, after = outcome.recorded_placed[place], outcome.placed[place]
+            lines.append(f"{place}: {before} on record, {after} now")
+        return lines
+
+
+def read_settings(texts: Mapping[str, str]) -> RouterSettings:
+    """Settings of a router from texts.
+
+    Raises:
+        ConfigError: one is none that a replay may have otherwise, or has no such value.
+    """
+    types = get_type_hints(RouterSettings)
+    settings: dict[str, Any] = {}
+    for name, text in texts.items():
+        if name not in SETTINGS:
+            raise ConfigError(
+                f"--set {name}: a replay has no such setting{suggestion(name, SETTINGS)}; there "
+                f"are {', '.join(SETTINGS)}"
+            )
+        wanted = str if name == "policy" else types[name]
+        try:
+            settings[name] = msgspec.convert(text, wanted, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--set {name}={text}: {error}") from None
+    return cast(RouterSettings, settings)

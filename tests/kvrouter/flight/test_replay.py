@@ -1,0 +1,263 @@
+"""Decisions on a tape, made again: the same where the tape is whole, and told apart where it is
+not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.kvrouter.routing.routing_fixtures import At, HandIndex, profile, shape
+
+from dynbus import DynbusError
+from dynbus.bus.flight.records import Entry, decode_message, encode_records, entries_of
+from dynbus.kvrouter.flight.replay import BEFORE, NO_POLICY, UNKNOWN, Replay, Replayed
+from dynbus.kvrouter.radix.index import Overlap, Rank
+from dynbus.kvrouter.routing.config import RouterConfig
+from dynbus.kvrouter.routing.decision import Decision
+from dynbus.kvrouter.routing.queue import SchedulingRequest, Ticket
+from dynbus.kvrouter.routing.requests import Constraints
+from dynbus.kvrouter.routing.shared_load import SharedLoad
+from dynbus.kvrouter.routing.tape import TapedLoad, TapedScheduler
+
+Records = list[tuple[float, msgspec.Struct]]
+BUSY = RouterConfig(queue_threshold=0.5, queue_limit=8, session_ttl=5.0, prediction_ttl=0.5)
+
+
+class Fleet:
+    """Requests, engines and other routers that do what a seed draws, on a taped scheduler."""
+
+    def __init__(self, seed: int, config: RouterConfig, *, is_exact: bool = True) -> None:
+        self.records: Records = []
+        self._draw = Random(seed)
+        self._index = DrawnIndex() if is_exact else None
+        load = TapedLoad("here")
+        self.scheduler = TapedScheduler(
+            config, self._note, target="llm.Engine", load=load, follower=self._index
+        )
+        load.scheduler = self.scheduler
+        self._load = load
+        self._other = SharedLoad("there")
+        self._profiles = [
+            profile(
+                name,
+                max_batched_tokens=256,
+                total_blocks=64,
+                dp_size=size,
+                tags=tags,
+                events=str(is_exact).lower(),
+            )
+            for name, size, tags in (
+                ("a", 1, "far-east,quickest"),
+                ("b", 2, "far-east"),
+                ("c", 1, "west"),
+            )
+        ]
+        self._running: list[int] = []
+        self._waiting: list[Ticket] = []
+        self._now = 100.0
+        self._requests = 0
+        self._elsewhere = 0
+
+    def _note(self, record: msgspec.Struct, at: float) -> None:
+        self.records.append((at, record))
+
+    def run(self, steps: int) -> Records:
+        """Let so much happen; the tape so far."""
+        for _ in range(steps):
+            self._now += self._draw.expovariate(20.0)
+            if self._index is not None and self._draw.random() < 0.5:
+                self._index.position = At(self._index.position.sequence + 1)
+            self._draw.choices(
+                [self._submit, self._first, self._end, self._leave, self._hear, self._change],
+                [10, 6, 6, 1, 3, 1],
+            )[0]()
+            self._release()
+        return self.records
+
+    def _submit(self) -> None:
+        draw = self._draw
+        self._requests += 1
+        wanted = shape(draw.choice([0, 1, 7, 8, 9, 40]), of=draw.randrange(6))
+        wanted.metadata = {"tenant": draw.choice(["tenant-ada", "tenant-bob"])}
+        wanted.priority = draw.randrange(2)
+        constraints = draw.choice(
+            [
+                Constraints(),
+                Constraints(frozenset({"far-east"})),
+                Constraints(preferred={"quickest": 0.5}),
+            ]
+        )
+        request = SchedulingRequest(
+            f"request-{self._requests}",
+            wanted,
+            draw.sample(self._profiles, draw.randrange(1, 4)),
+            self._now,
+            session=draw.choice(["", "", "session-1", "session-2"]),
+            constraints=constraints,
+            hops=draw.choice([{}, {"c": 20.0}]),
+        )
+        try:
+            found = self.scheduler.submit(request, self._now)
+        except DynbusError:
+            return
+        if isinstance(found, Decision):
+            self._running.append(found.number)
+        else:
+            self._waiting.append(found)
+
+    def _release(self) -> None:
+        for ticket, found in self.scheduler.release(self._now):
+            self._waiting.remove(ticket)
+            if isinstance(found, Decision):
+                self._running.append(found.number)
+
+    def _first(self) -> None:
+        if self._running:
+            number = self._draw.choice(self._running)
+            self.scheduler.first_item(number, self._now)
+            self.scheduler.note_reused(number, self._draw.randrange(64), self._now)
+            self.scheduler.grown(number, self._draw.randrange(64))
+
+    def _end(self) -> None:
+        if self._running:
+            number = self._running.pop(self._draw.randrange(len(self._running)))
+            self.scheduler.ended(number, self._now, self._draw.choice(["", "Unavailable"]))
+
+    def _leave(self) -> None:
+        if self._waiting:
+            self.scheduler.withdraw(self._waiting.pop())
+
+    def _hear(self) -> None:
+        """Another router sends a prompt somewhere, or falls silent."""
+        self._elsewhere += 1
+        rank, prompt = Rank(self._draw.choice("abc"), 0), shape(4, of=self._elsewhere % 5)
+        hashes = prompt.sequence_hashes
+        self._other.add(str(self._elsewhere), rank, hashes, prompt.prompt_tokens, 0, None)
+        for message in self._other.outgoing(self._now):
+            heard = self._load.receive(message, self._now)
+            for place, blocks in heard.sent:
+                self.scheduler.note_elsewhere(place, blocks, self._now)
+        if self._elsewhere % 7 == 0:
+            self._load.expire(self._now + 10.0)
+
+    def _change(self) -> None:
+        """Instances go, or begin anew."""
+        match self._draw.randrange(3):
+            case 0:
+                self.scheduler.refresh(self._profiles)
+            case 1:
+                self.scheduler.forget_cache("b")
+            case _:
+                self.scheduler.remove_instance("c")
+
+
+class DrawnIndex(HandIndex):
+    """An index whose ranks hold what is drawn, anew at each place in its stream."""
+
+    def overlaps(self, block_hashes: NDArray[np.uint64]) -> dict[Rank, Overlap]:
+        draw = Random(f"{self.position.sequence} {block_hashes.tobytes().hex()}")
+        blocks = len(block_hashes)
+        return {
+            Rank(name, 0): Overlap(draw.randrange(blocks + 1), 0, 0, 0)
+            for name in "ab"
+            if blocks and draw.random() < 0.7
+        }
+
+
+def told(records: Sequence[tuple[float, msgspec.Struct]], first: int = 0) -> list[Entry]:
+    """Records as they are read of a stream."""
+    data = encode_records("r", first, 1000.0, list(records))
+    message = decode_message(data)
+    assert message is not None
+    return list(entries_of([message]))
+
+
+def replayed(entries: Sequence[Entry], **settings: object) -> Replayed:
+    replay = Replay(settings)  # type: ignore[arg-type]  # what users give
+    for entry in entries:
+        replay.take(entry)
+    return replay.outcome
+
+
+@pytest.mark.parametrize(
+    ("config", "is_exact"),
+    [
+        (RouterConfig(), True),
+        (BUSY, True),
+        (BUSY, False),
+        (RouterConfig(policy="dynamo", temperature=0.7), True),
+    ],
+    ids=["plain", "queue", "no events", "drawn"],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_whole_tape_gives_the_same_decisions(
+    seed: int, config: RouterConfig, is_exact: bool
+) -> None:
+    outcome = replayed(told(Fleet(seed, config, is_exact=is_exact).run(1500)))
+
+    assert outcome.differing == []
+    assert outcome.left_out == {}
+    assert outcome.decisions > 400
+    assert outcome.placed == outcome.recorded_placed
+    assert outcome.reuse == outcome.recorded_reuse
+
+
+def test_a_tape_that_is_read_from_the_middle_on_is_understood_once_it_begins_anew() -> None:
+    records = Fleet(1, BUSY).run(4000)
+
+    outcome = replayed(told(records[700:]))
+
+    assert outcome.unexplained == []
+    assert outcome.left_out.keys() == {UNKNOWN}
+    assert outcome.decisions > 3 * outcome.left_out[UNKNOWN]
+    assert {one.why for one in outcome.differing} <= {BEFORE}
+
+
+def test_records_that_are_missing_are_counted_and_what_follows_is_explained() -> None:
+    records = Fleet(2, BUSY).run(4000)
+    whole = told(records)
+    first = told(records[:900])
+    rest = [each._replace(number=each.number + 1000) for each in told(records[1000:])]
+    rest[0] = rest[0]._replace(missing=100)
+
+    outcome = replayed([*first, *rest])
+
+    assert outcome.missing == 100
+    assert outcome.unexplained == []
+    assert 0 < outcome.left_out[UNKNOWN] < outcome.decisions < replayed(whole).decisions
+
+
+def test_another_policy_decides_the_same_requests_otherwise() -> None:
+    entries = told(Fleet(3, RouterConfig()).run(1500))
+
+    same, other = replayed(entries), replayed(entries, policy="dynamo", temperature=5.0)
+
+    assert same.recorded_placed == same.placed == other.recorded_placed
+    assert other.placed != other.recorded_placed
+    assert other.placed.total() == other.recorded_placed.total()
+
+
+def test_decisions_of_a_policy_without_a_name_are_left_out_and_made_by_one_that_is_given() -> None:
+    def first(request: object, candidates: Sequence[object]) -> list[float]:
+        return [float(at) for at in range(len(candidates))]
+
+    entries = told(Fleet(4, RouterConfig(policy=first)).run(500))
+
+    outcome = replayed(entries)
+
+    assert outcome.decisions == 0
+    assert outcome.left_out.keys() == {NO_POLICY}
+    assert replayed(entries, policy="kv").decisions > 100
+
+
+def test_no_name_of_a_user_and_no_prompt_is_on_a_tape() -> None:
+    records = Fleet(5, BUSY).run(500)
+
+    data = encode_records("r", 0, 0.0, records)
+
+    for word in (b"tenant-", b"request-", b"far-east", b"quickest", b"session-"):
+        assert word not in data

@@ -1,0 +1,75 @@
+"""Calls that are routed and recorded, saved as a file, and decided again elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import pytest
+from click.testing import CliRunner, Result
+from tests.conditions import eventually
+from tests.kvrouter.routing.routing_fixtures import BLOCK
+from tests.kvrouter.routing.worker import Worker, prompt
+
+from dynbus import Runtime, call_options
+from dynbus.actors.commands.recording import record, replay
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.flight import flight_stream
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.kvrouter import open_router
+
+pytestmark = pytest.mark.anyio
+
+CALLS = 24
+
+
+async def invoke(command: Any, *arguments: str) -> Result:
+    return await anyio.to_thread.run_sync(CliRunner().invoke, command, list(arguments))
+
+
+async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
+    own_server: RunningServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.flight"
+    async with Runtime.connect(own_server.url, flight=True) as runtime:
+        for name in "abc":
+            metadata = {"kv_events": "false", "kv_total_blocks": "64"}
+            await runtime.start(Worker, name=name, metadata=metadata, instance_id=name)
+        await eventually(lambda: len(runtime.instance_ids(Worker)) == 3, what="all are there")
+        async with open_router(runtime, Worker, exact=False) as router:
+            client = runtime.client(Worker, routing=router)
+            for number in range(CALLS):
+                with call_options(request_id=f"secret-{number}", metadata={"tenant": "ada"}):
+                    asked = prompt(blocks=4 + number % 9, of=number % 4)
+                    assert [item async for item in client.generate(asked)]
+        jetstream = runtime.bus.data.jetstream
+        stream = flight_stream("llm").name
+
+        async def is_stored() -> bool:
+            return (await jetstream.stream_info(stream)).messages > 0
+
+        await eventually(is_stored, what="the flight is stored")
+        saved = await invoke(
+            record, "save", str(path), "--namespace", "llm", "--nats", own_server.url
+        )
+        nothing = await invoke(
+            record, "save", str(path), "--namespace", "none", "--nats", own_server.url
+        )
+
+    same = await invoke(replay, str(path), "--json")
+    other = await invoke(replay, str(path), "--set", "policy=dynamo")
+    wrong = await invoke(replay, str(path), "--set", "polcy=dynamo")
+
+    assert saved.exit_code == 0, saved.output
+    assert "set DYNBUS_FLIGHT=true" in str(nothing.exception)
+    assert same.exit_code == 0, same.output
+    routing = json.loads(same.output)["routing"]
+    assert (routing["decisions"], routing["same"]) == (CALLS, CALLS)
+    assert other.exit_code == 0, other.output
+    assert f"of {CALLS} decisions as on record" in other.output
+    assert isinstance(wrong.exception, ConfigError)
+    assert "did you mean policy?" in str(wrong.exception)
+    assert b"secret-" not in path.read_bytes()
+    assert BLOCK == 16
