@@ -47,6 +47,7 @@ REGIONAL: Final = (
     "_streams.>",
     "_models.>",
     "_batches.>",
+    "_flight.>",
 )
 """The subjects that do not leave a region: those that its streams store, and what its routers tell
 each other. Those of buckets (`$KV.`, `$O.`) stay by themselves where each side has a JetStream

@@ -35,9 +35,13 @@ from dynbus.kvrouter.stream.summary import CachesAbroad
 WARM_AFTER: Final = 600.0
 """Seconds after which a scheduler that began with nothing is to decide as the one on record."""
 
+MOST_PROMPTS: Final = 4096
+"""Prompts of which it is remembered what the index said."""
+
 BEFORE: Final = "what happened before the recording is not known"
 NO_POLICY: Final = "the policy on record has no name by which it could be loaded"
 UNKNOWN: Final = "it refers to records that are missing"
+WAITS: Final = "waits"
 
 
 class TapeEntry(Protocol):
@@ -236,10 +240,13 @@ class _RecordedCaches:
     def hear(self, seen: tape.Seen) -> None:
         """Say this from now on."""
         self.sequence = seen.sequence
-        self._overlaps = dict(seen.overlaps)
+        if len(self._overlaps) > MOST_PROMPTS:
+            self._overlaps.clear()
+        # With other settings a request may be decided later than on record.
+        self._overlaps.update(seen.overlaps)
 
     def overlaps(self, block_hashes: NDArray[np.uint64]) -> Mapping[Rank, Overlap]:
-        # Nothing where the one on record was not asked.
+        # Nothing of what the one on record was not asked.
         seen = self._overlaps.get(tape.seen_prompt(block_hashes), ())
         return {Rank(instance, dp_rank): Overlap(*tiers) for instance, dp_rank, *tiers in seen}
 
@@ -290,7 +297,12 @@ class _TapeReader:
         self._numbers: dict[int, int] = {}
         self._waiting: dict[int, Ticket] = {}
         self._serials: dict[Ticket, int] = {}
+        # Of requests that wait on record: the digests of their ids.
         self._requests: dict[int, int] = {}
+        # With other settings, by serials: what wait now, by the numbers of their decisions on
+        # record; and what wait on record, and are decided now.
+        self._behind: dict[int, int] = {}
+        self._early: dict[int, Decision | DynbusError] = {}
 
     def lose(self) -> None:
         """Records are missing: the scheduler no longer knows what the one on record knew."""
@@ -317,9 +329,7 @@ class _TapeReader:
             case tape.Released():
                 self._release(scheduler, record, entry)
             case tape.Withdrawn():
-                ticket = self._waiting.pop(record.serial, None)
-                if ticket is not None:
-                    scheduler.withdraw(ticket)
+                self._withdraw(scheduler, record.serial, now)
             case tape.FirstItem():
                 scheduler.first_item(self._number(record.number), now)
             case tape.Grown():
@@ -327,6 +337,8 @@ class _TapeReader:
             case tape.Ended():
                 number = self._numbers.pop(record.number, 0)
                 scheduler.ended(number, now, record.error)
+                for serial in [of for of, one in self._behind.items() if one == record.number]:
+                    self._withdraw(scheduler, serial, now)
             case tape.Reused():
                 scheduler.note_reused(self._number(record.number), record.tokens, now)
             case tape.Elsewhere():
@@ -347,6 +359,8 @@ class _TapeReader:
             case _:
                 if self._load is not None:
                     self._load.expire(now)
+        if self._settings:
+            self._release_now(scheduler, now)
 
     def _begin(self, began: tape.Began, entry: TapeEntry) -> None:
         self._profiles.clear()
@@ -359,6 +373,8 @@ class _TapeReader:
         self._waiting.clear()
         self._serials.clear()
         self._requests.clear()
+        self._behind.clear()
+        self._early.clear()
         self._warm_at = -math.inf if began.is_new else entry.at + WARM_AFTER
         self._is_loadable = bool(began.policy) or "policy" in self._settings
         if not self._is_loadable:
@@ -405,18 +421,22 @@ class _TapeReader:
         if request is None:
             self._outcome.left_out[UNKNOWN] += 1
             return
-        self._hear(scheduler, record.seen, {record.serial: record.chosen})
-        made: Decision | Ticket | str
+        serial, chosen = record.serial, record.chosen
+        self._hear(scheduler, record.seen, {serial: chosen})
+        made: Decision | Ticket | DynbusError
         try:
             made = scheduler.submit(request, entry.at)
         except DynbusError as error:
-            made = error.code
+            made = error
         if isinstance(made, Ticket):
-            self._waiting[record.serial] = made
-            self._serials[made] = record.serial
-            self._requests[record.serial] = record.request
-        recorded = record.refused or (_place(record.chosen) if record.chosen else "waits")
-        self._compare(record.chosen, recorded, made, record.request, entry)
+            self._waiting[serial] = made
+            self._serials[made] = serial
+        if chosen is None and not record.refused:
+            self._requests[serial] = record.request
+            if self._settings and isinstance(made, Decision):
+                self._early[serial] = made
+                return
+        self._compare(serial, chosen, record.refused, made, record.request, entry)
         if self._load is not None:
             # What it would tell others.
             for _ in self._load.outgoing(entry.at):
@@ -424,6 +444,8 @@ class _TapeReader:
 
     def _request(self, record: tape.Submitted) -> SchedulingRequest | None:
         profiles = self._offered.get(record.offered)
+        if len(record.blocks) % 8:
+            return None
         blocks = np.frombuffer(record.blocks, "<u8").astype(np.uint64)
         if record.known:
             earlier, length = self._prompts.get(record.known_hash, (blocks, -1))
@@ -476,34 +498,67 @@ class _TapeReader:
         self, scheduler: _ReplayedScheduler, record: tape.Released, entry: TapeEntry
     ) -> None:
         self._hear(scheduler, record.seen, {of: chosen for of, chosen, _ in record.outcomes})
-        made: dict[int, Decision | str] = {}
-        for ticket, one in scheduler.release(entry.at):
+        self._release_now(scheduler, entry.at)
+        for serial, chosen, refused in record.outcomes:
+            if serial not in self._requests:
+                # It came before the tape was understood.
+                continue
+            made = self._early.pop(serial, None) or self._waiting.get(serial)
+            if made is not None:
+                request = self._requests.pop(serial)
+                self._compare(serial, chosen, refused, made, request, entry)
+
+    def _release_now(self, scheduler: _ReplayedScheduler, now: float) -> None:
+        """Let those go on that need not wait now."""
+        if not self._waiting:
+            return
+        for ticket, made in scheduler.release(now):
             serial = self._serials.pop(ticket)
-            self._waiting.pop(serial, None)
-            made[serial] = one if isinstance(one, Decision) else one.code
-        for serial, chosen, code in record.outcomes:
-            # One that waits on goes where it is put later.
-            request = self._requests.pop(serial, 0)
-            recorded = _place(chosen) if chosen else code
-            self._compare(chosen, recorded, made.pop(serial, "waits"), request, entry)
+            del self._waiting[serial]
+            if serial not in self._behind:
+                self._early[serial] = made
+            elif isinstance(made, Decision):
+                self._count(made, self._behind.pop(serial))
+
+    def _withdraw(self, scheduler: _ReplayedScheduler, serial: int, now: float) -> None:
+        """Nobody wants a request any longer, on record."""
+        self._requests.pop(serial, None)
+        self._behind.pop(serial, None)
+        ticket = self._waiting.pop(serial, None)
+        if ticket is not None:
+            del self._serials[ticket]
+            scheduler.withdraw(ticket)
+        made = self._early.pop(serial, None)
+        if isinstance(made, Decision):
+            scheduler.ended(made.number, now, "Cancelled")
+
+    def _count(self, made: Decision, recorded: int) -> None:
+        """Count a decision, which has the number `recorded` on record; 0 for none."""
+        self._outcome.reuse += made.expected_reuse
+        self._outcome.placed[_placed(made)] += 1
+        if recorded:
+            self._numbers[recorded] = made.number
 
     def _compare(
         self,
+        serial: int,
         chosen: tape.Chosen | None,
-        recorded: str,
-        made: Decision | Ticket | str,
+        refused: str,
+        made: Decision | Ticket | DynbusError,
         request: int,
         entry: TapeEntry,
     ) -> None:
         outcome = self._outcome
+        recorded = refused or (_place(chosen) if chosen else WAITS)
         if isinstance(made, Decision):
-            now = f"{made.chosen.instance}/{made.chosen.dp_rank}"
-            outcome.reuse += made.expected_reuse
-            outcome.placed[now] += 1
+            now = _placed(made)
+            self._count(made, chosen.number if chosen else 0)
+        elif isinstance(made, Ticket):
+            now = WAITS
             if chosen is not None:
-                self._numbers[chosen.number] = made.number
+                self._behind[serial] = chosen.number
         else:
-            now = "waits" if isinstance(made, Ticket) else made
+            now = made.code
         if chosen is not None:
             outcome.recorded_reuse += chosen.reuse
             outcome.recorded_placed[recorded] += 1
@@ -517,6 +572,10 @@ class _TapeReader:
 
 def _place(chosen: tape.Chosen) -> str:
     return f"{chosen.instance}/{chosen.dp_rank}"
+
+
+def _placed(decision: Decision) -> str:
+    return f"{decision.chosen.instance}/{decision.chosen.dp_rank}"
 
 
 def _profile(record: tape.Profiled) -> InstanceProfile:

@@ -15,10 +15,11 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence, Set
 from hashlib import blake2b
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from dynbus import Context, DynbusError
@@ -30,7 +31,7 @@ from .caches import Follower, StreamPosition
 from .config import RouterConfig
 from .cost import CostFunction, RequestShape
 from .decision import Decision
-from .profiles import InstanceProfile
+from .profiles import MAX_DP_SIZE, InstanceProfile
 from .queue import SchedulingRequest, Ticket
 from .scheduler import KvScheduler
 from .shared_load import Heard, SharedLoad
@@ -47,6 +48,8 @@ MARK_EVERY: Final = 8
 """Blocks between two places up to which a later prompt may be the same."""
 MOST_MARKS: Final = 65_536
 """Such places that are remembered."""
+MOST_OFFERED: Final = 16
+"""Sets of instances that are remembered."""
 
 
 # What is on it -------------------------------------------------------------------------------
@@ -83,9 +86,9 @@ class Profiled(msgspec.Struct, frozen=True, array_like=True, tag="kv.profile"):
     number: int
     instance: str
     block_size: int | None
-    total_blocks: int | None
+    total_blocks: Annotated[int, Meta(ge=1)] | None
     max_batched_tokens: int | None
-    dp_size: int
+    dp_size: Annotated[int, Meta(ge=1, le=MAX_DP_SIZE)]
     has_events: bool
     fetches: bool
     lends: int | None
@@ -160,9 +163,9 @@ class Submitted(msgspec.Struct, frozen=True, array_like=True, tag="kv.submitted"
     serial: int
     request: int
     attempt: int
-    prompt_tokens: int
-    block_size: int
-    known: int
+    prompt_tokens: Annotated[int, Meta(ge=0)]
+    block_size: Annotated[int, Meta(ge=1)]
+    known: Annotated[int, Meta(ge=0)]
     known_hash: int
     blocks: bytes
     expected_output_tokens: int | None
@@ -320,11 +323,17 @@ class TapeWriter:
         self.put(PolicyChanged(name), now)
         self._began = msgspec.structs.replace(self._began, policy=name)
 
-    def offered(self, profiles: Sequence[InstanceProfile], now: float) -> int:
-        """The number of these profiles."""
-        for number, known in enumerate(self._offered):
+    def refreshed(self, profiles: Sequence[InstanceProfile], now: float) -> None:
+        """Other instances may serve those that wait."""
+        if now >= self._anew_at:
+            self._begin(now)
+        self._note(Refreshed(self._offer(profiles, now)), now)
+
+    def _offer(self, profiles: Sequence[InstanceProfile], now: float) -> int:
+        """The number of these profiles on the tape, which is that of the latest ones mostly."""
+        for number in range(len(self._offered) - 1, -1, -1):
             # Profiles are objects that are kept: no field is looked at.
-            if known is profiles or known == profiles:
+            if self._offered[number] == profiles:
                 return number
         self._offered.append(list(profiles))
         number = len(self._offered) - 1
@@ -372,7 +381,8 @@ class TapeWriter:
         Args:
             profiles: that it was offered.
         """
-        if now >= self._anew_at or len(self._marks) >= MOST_MARKS or len(self._offered) >= 64:
+        is_full = len(self._marks) >= MOST_MARKS or len(self._offered) >= MOST_OFFERED
+        if is_full or now >= self._anew_at:
             self._begin(now)
         self._serial += 1
         shape, constraints = request.shape, request.constraints
@@ -395,7 +405,7 @@ class TapeWriter:
                 {self._digest(tag): weight for tag, weight in constraints.preferred.items()},
                 self._digest(constraints.lora_name),
                 constraints.lora_required,
-                self.offered(profiles, now),
+                self._offer(profiles, now),
                 dict(request.hops),
                 request.arrived,
                 seen,
@@ -591,7 +601,7 @@ class TapedScheduler(KvScheduler):
         super().note_elsewhere(rank, sequence_hashes, now)
 
     def refresh(self, profiles: Sequence[InstanceProfile]) -> None:
-        self._tape.put(Refreshed(self._tape.offered(profiles, self._now)), self._now)
+        self._tape.refreshed(profiles, self._now)
         super().refresh(profiles)
 
     def remove_instance(self, instance: str) -> None:
@@ -623,7 +633,8 @@ class TapedLoad(SharedLoad):
     def receive(self, data: bytes, now: float, *, sender: str | None = None) -> Heard:
         heard = super().receive(data, now, sender=sender)
         # What is no message was not used.
-        if self.scheduler is not None:
+        # It hears itself, too.
+        if self.scheduler is not None and sender != self.router:
             self.scheduler.load_heard(data, now)
         return heard
 

@@ -241,6 +241,17 @@ def test_another_policy_decides_the_same_requests_otherwise() -> None:
     assert other.placed.total() == other.recorded_placed.total()
 
 
+@pytest.mark.parametrize(("threshold", "more"), [(None, True), (0.1, False)])
+def test_with_another_queue_requests_wait_shorter_or_longer_than_on_record(
+    threshold: float | None, more: bool
+) -> None:
+    outcome = replayed(told(Fleet(6, BUSY).run(3000)), queue_threshold=threshold)
+
+    now, before = outcome.placed.total(), outcome.recorded_placed.total()
+    assert min(now, before) > 100
+    assert (now >= before) is more
+
+
 def test_decisions_of_a_policy_without_a_name_are_left_out_and_made_by_one_that_is_given() -> None:
     def first(request: object, candidates: Sequence[object]) -> list[float]:
         return [float(at) for at in range(len(candidates))]
