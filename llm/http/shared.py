@@ -14,6 +14,7 @@ from dynbus import Context, Draining, Overloaded
 from dynbus.kvrouter import fairness
 from dynbus.llm.generation import Session
 from dynbus.llm.openai.errors import ForeignSite, Unauthorized, misfit
+from dynbus.llm.openai.sessions import SESSION_NAME
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.responses.api import ResponsesApi
 from dynbus.llm.responses.store import ResponseStore, no_previous
@@ -45,7 +46,7 @@ RESUMABLE_REASON: Final = "dynbus-resumable-reason"
 SESSION: Final = "dynbus-session"
 """The header that names the conversation which a request is of."""
 
-_SESSION: Final = re.compile(r"([\w.:@/-]{1,128})\s*(?:;\s*seconds=(\d{1,9}))?", re.ASCII)
+_SESSION: Final = re.compile(rf"({SESSION_NAME})\s*(?:;\s*seconds=(\d{{1,9}}))?", re.ASCII)
 
 
 def routed_session(tenant: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -9,6 +10,8 @@ from msgspec import Meta
 
 from .errors import misfit
 from .requests import read_body
+
+SESSION_NAME: Final = r"[\w.:@/-]{1,128}"
 
 _Name = Annotated[str, Meta(min_length=1, max_length=128)]
 
@@ -41,6 +44,7 @@ class AnnouncedSession(msgspec.Struct, frozen=True):
     object: Literal["session.announced"] = "session.announced"
 
 
+_IS_NAME: Final = re.compile(SESSION_NAME, re.ASCII)
 _announce: Final = msgspec.json.Decoder(AnnounceRequest)
 
 
@@ -53,4 +57,10 @@ def read_announcement(data: bytes) -> AnnounceRequest:
     request = read_body(_announce, data)
     if request.session is None and request.previous_response_id is None:
         raise misfit("session", "give the name of the conversation, or previous_response_id")
+    if request.session is not None and _IS_NAME.fullmatch(request.session) is None:
+        raise misfit(
+            "session",
+            "give 1 to 128 letters, digits or any of -_.:@/, as in Dynbus-Session, without the "
+            "seconds there",
+        )
     return request

@@ -175,6 +175,11 @@ async def test_an_announcement_that_names_nothing_is_refused(
         with pytest.raises(openai.BadRequestError) as refused:
             await engines.announce()
         assert refused.value.param == "session"
+        # No request can be of a conversation with such a name.
+        for name in ("agent 1", "agent-1;seconds=300", "agent-1\n"):
+            with pytest.raises(openai.BadRequestError, match="letters, digits") as refused:
+                await engines.announce(session=name)
+            assert refused.value.param == "session"
         with pytest.raises(openai.NotFoundError):
             await engines.announce(session="a", model="none")
 
