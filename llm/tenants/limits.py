@@ -149,7 +149,10 @@ def read_limits(words: Iterable[str]) -> Limits:
     for word in words:
         name, sign, value = word.partition("=")
         names = Limits.__struct_fields__
-        if not sign or name not in names:
+        if name in names and not sign:
+            example = "ONE,OTHER" if name == "models" else "60"
+            raise ConfigError(f"{name} has no value: write {name}={example}")
+        if name not in names:
             raise ConfigError(
                 f"{word[:80]!r} states no limit{suggestion(name, names)}; the limits are: "
                 f"{', '.join(names)}, each as name=value"

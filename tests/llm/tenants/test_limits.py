@@ -30,7 +30,9 @@ def test_limits_are_stated_as_they_are_told() -> None:
     ("word", "part"),
     [
         ("requests_per_minut=1", "requests_per_minute"),
-        ("requests_per_minute", "states no limit"),
+        ("requests_per_minute", "requests_per_minute has no value: write requests_per_minute=60"),
+        ("models", "models has no value: write models=ONE,OTHER"),
+        ("requests", "states no limit"),
         ("requests_per_minute=many", "requests_per_minute=many: give a whole number from 0"),
         ("requests_per_minute=-1", "from 0"),
         ("tokens_per_month=99999999999999999999", "give a whole number"),
