@@ -67,6 +67,8 @@ def usage(
     from dynbus.llm.tenants.usage_sums import GROUPS, read_usage, sum_up
     from dynbus.spi import suggestion, unix_time
 
+    if as_csv and as_json:
+        raise ConfigError("--csv and --json are two forms of the same: give one of them")
     groups = tuple(dict.fromkeys(by.split(",")))
     for name in groups:
         if name not in GROUPS:
