@@ -20,11 +20,14 @@ from dynbus.llm.mock.tiny_model import write_tiny_model
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.pipeline.announcing import Announcer
 from dynbus.llm.tiers.cost import Rates
+from dynbus.llm.tiers.host_store import HostStore
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit
 
 pytestmark = pytest.mark.anyio
 
+BLOCKS = 40
+"""Of each engine."""
 QUESTION = "Tell me of the river and the road. " * 8
 
 
@@ -77,8 +80,22 @@ class Fleet:
         return answer.usage.prompt_tokens_details.cached_tokens or 0
 
     async def have_it_evicted(self) -> None:
-        for number in range(8):
+        """Ask for other things until each engine has put away as many blocks as it has."""
+        for number in range(60):
             await self.chat(f"{number} {QUESTION}")
+            if min(self._kept) >= BLOCKS:
+                return
+        raise AssertionError(f"the engines kept {self._kept} blocks")
+
+    @property
+    def _kept(self) -> list[int]:
+        return [store.statistics.kept for store in self._stores]
+
+    @property
+    def _stores(self) -> list[HostStore]:
+        actors = [one.actor for one in self.kit.started.values()]
+        stores = [one.tiers.store for one in actors if isinstance(one, Small)]
+        return [store for store in stores if store is not None]
 
     async def announce(self, tenant: str = "ada", **fields: Any) -> tuple[int, int]:
         """How much of a conversation is ready, and what was brought for it."""
@@ -90,9 +107,7 @@ class Fleet:
     @property
     def brought(self) -> list[int]:
         """Blocks that came back from the host of each engine."""
-        actors = [one.actor for one in self.kit.started.values()]
-        stores = [one.tiers.store for one in actors if isinstance(one, Small)]
-        return [store.statistics.brought for store in stores if store is not None]
+        return [store.statistics.brought for store in self._stores]
 
 
 @asynccontextmanager
@@ -112,7 +127,7 @@ async def fleet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator
                 model=model,
                 backend="numpy",
                 block_size=16,
-                blocks=40,
+                blocks=BLOCKS,
                 host_memory_mib=4,
                 pooling="none",
             )
