@@ -18,6 +18,7 @@ from dynbus.bus.errors import (
     DeadlineExceeded,
     DynbusError,
     PayloadTooLarge,
+    Unavailable,
 )
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
@@ -206,7 +207,11 @@ class JobStream:
             raise
         await self._of_each(lambda one: self.jetstream.ensure_pull_consumer(self.stream, one))
         await self._check_age()
-        await self.learn()
+        try:
+            await self.learn()
+        except NoStream as error:
+            # Servers of a cluster learn one after the other what was made a moment ago.
+            raise Unavailable(f"not all servers know the queue {self.name} yet: {error}") from None
 
     async def _refuse_other_order(self) -> None:
         ordered = not self.config.ordered

@@ -32,7 +32,7 @@ from dynbus import (
 )
 from dynbus.bus.context import current_instance
 from dynbus.bus.memory.bus import MemoryConnection
-from dynbus.bus.transport import StoredMessage
+from dynbus.bus.transport import ConsumerInfo, NoStream, StoredMessage
 from dynbus.bus.work_queue import JobLog, JobResult, Outcome
 from dynbus.bus.work_queue.job_stream import JobStream
 from dynbus.testing import TestKit
@@ -109,6 +109,25 @@ def test_an_instance_starts_once_the_server_of_its_jobs_answers(
     assert on_a_kit(partial(story, seconds=9.0)).startswith("runners.Teller@")
     with pytest.raises(Unavailable, match="no leader"):
         on_a_kit(partial(story, seconds=60.0))
+
+
+def test_an_instance_starts_although_a_server_does_not_know_its_queue_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learn = JobStream.learn
+
+    async def story(kit: TestKit) -> str:
+        there = kit.now() + timedelta(seconds=2.0)
+
+        async def learned(jobs: JobStream) -> ConsumerInfo:
+            if kit.now() < there:
+                raise NoStream("consumer not found")
+            return await learn(jobs)
+
+        monkeypatch.setattr(JobStream, "learn", learned)
+        return str((await kit.start(Teller)).name)
+
+    assert on_a_kit(story).startswith("runners.Teller@")
 
 
 def test_a_server_that_is_lost_while_an_instance_starts_ends_nothing(
