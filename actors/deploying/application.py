@@ -46,6 +46,9 @@ MAX_REPLICAS: Final = 1024
 LISTENS_AT: Final = "host"
 """The argument of actors that listen beside the bus, which have `port` too."""
 
+LEFT_OUT: Final = frozenset({"..", "secrets", "seeds", ".git", ".venv"})
+"""Parts of paths of files that are in no image: outside the project, or not for it."""
+
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", re.ASCII)
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
@@ -303,19 +306,23 @@ def application_of(
 
 
 def check_files_of_tls(config: BusConfig, secret_files: Mapping[str, str]) -> None:
-    """Refuse files of TLS that no container would have: those outside the project, which its image
-    is made of, that no secret brings there.
+    """Refuse files of TLS that no container would have, and keys that an image would have: a file
+    in the project is in the image, unless it is below a folder of secrets.
 
     Raises:
-        ConfigError: there is such a file.
+        ConfigError: there is such a file, and no secret brings it.
     """
     for name in ("tls_ca", "tls_cert", "tls_key"):
-        path = PurePosixPath(getattr(config, name))
-        is_outside = path.is_absolute() or ".." in path.parts
-        if is_outside and str(path) not in secret_files.values():
+        given: str = getattr(config, name)
+        path = PurePosixPath(given)
+        is_left_out = path.is_absolute() or not LEFT_OUT.isdisjoint(path.parts)
+        if given and given not in secret_files.values() and (is_left_out or name == "tls_key"):
+            wrong = "would not be in the containers" if is_left_out else "would be in the image"
+            place = given if path.is_absolute() else f"/etc/nats/{path.name}"
+            also = "" if given == place else f", and set {name} to {place}"
             raise ConfigError(
-                f"{name} = {str(path)!r} would not be in the containers: bring it there by "
-                f"--secret-file {path.name}={path}"
+                f"{name} = {given!r} {wrong}: bring it there by --secret-file {path.name}={place}"
+                f"{also}"
             )
 
 

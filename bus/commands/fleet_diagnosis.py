@@ -16,7 +16,7 @@ from dynbus.bus.errors import DynbusError
 from dynbus.bus.records.instance_records import INSTANCES_STREAM
 from dynbus.bus.telemetry.logs import redact_url
 
-from .diagnosis import Check, check_clock, check_round_trip, check_version, round_trip
+from .diagnosis import Check, check_clock, check_round_trip, check_version, round_trip, unknown
 from .server import Server, connected
 from .survey import InstanceReport, survey
 
@@ -99,6 +99,8 @@ def check_instances(rows: Sequence[InstanceReport], skew: float | None) -> list[
     if silent:
         remedy = "look at their processes: they are frozen, cut off, or gone for less than a lease"
         checks.append(Check("silent instances", "warn", _named(silent), remedy))
+    if any(row.state == "unknown" for row in rows):
+        checks.append(unknown("instances", "ask them how they are"))
     versions = Counter(row.version for row in rows if row.version)
     if len(versions) > 1:
         remedy = "finish the rollout"

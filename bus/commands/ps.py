@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 MOST_SHOWN: Final = 100
 """Requests in the table."""
 
-_STYLES: Final = {"serving": "green", "draining": "yellow", "silent": "red", "unlisted": "yellow"}
+_STYLES: Final = {
+    "serving": "green",
+    "draining": "yellow",
+    "silent": "red",
+    "unlisted": "yellow",
+    "unknown": "dim",
+}
 
 _HELP: Final = """List the instances of all actors; front ends of `dynbus http` are dynbus.http.
 

@@ -479,19 +479,20 @@ def _each(
     done: str,
     act: Callable[[DeadLetters, DeadLetter], Awaitable[None]],
 ) -> None:
-    from dynbus.bus.errors import ConfigError, PayloadTooLarge
+    from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge
     from dynbus.bus.protocol.names import check_token
+    from dynbus.bus.transport import NoStream, StreamFull
 
     if take_all == bool(named):
         raise click.UsageError("name dead letters, or give --all")
 
     async def work(letters: DeadLetters) -> int:
         chosen = await letters.find() if take_all else [await letters.get(one) for one in named]
-        refused: PayloadTooLarge | ConfigError | None = None
+        refused: DynbusError | None = None
         for letter in chosen:
             try:
                 await act(letters, letter)
-            except (PayloadTooLarge, ConfigError) as error:
+            except (PayloadTooLarge, ConfigError, NoStream, StreamFull) as error:
                 refused = refused or error
                 continue
             click.echo(f"{done}: {letter.letter_id} {terminal.printable(letter.job_id)}")

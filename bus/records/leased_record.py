@@ -233,7 +233,7 @@ class LeasedRecord:
         return min(delay, longest) * jitter.uniform(0.5, 1.0)
 
     def start_anew(self) -> None:
-        """Count failures from none on: something has changed, such as the server."""
+        """Count failures from none on: nothing failed, or something has changed."""
         self._failures = 0
         self._failed_by = None
 
@@ -250,7 +250,6 @@ class LeasedRecord:
             Unavailable: JetStream does not answer.
         """
         stored = await self._jetstream.last(self._stream, self.subject, timeout=timeout)
-        self.start_anew()
         self.lease.observe(stored, is_mine=stored is not None and self._is_mine(stored))
         return stored
 

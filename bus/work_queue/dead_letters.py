@@ -209,7 +209,7 @@ class DeadLetters:
         queue alone."""
         subject = dead_letter_subject(*queue, letter_id_of(queue, job_id))
         try:
-            # Told by any replica, and none where there is no stream at all.
+            # The leader says whether there is a stream; what it holds, any replica.
             await self._jetstream.stream_info(self._stream)
             message = await self._jetstream.read_one(self._stream, subject, timeout=READ_TIMEOUT)
         except NoStream:
@@ -236,6 +236,8 @@ class DeadLetters:
         if letter.group:
             await self._check_group(letter)
         fields = {**letter.headers, header_names.JOB: letter.job_id}
+        # Nothing is dropped for a letter that cannot be put.
+        header_names.encode(fields)
         # A copy: its taker looks for what the job has done before, the other groups of a topic do
         # not get it, and no earlier message of the job is in its way.
         copy = f"{job_token(letter.job_id)}.{letter.sequence}"
@@ -263,20 +265,29 @@ class DeadLetters:
         one queue writes its letters as it likes, and who redrives them may publish anywhere.
 
         Raises:
-            ConfigError: the handler of the letter is not in the group.
+            ConfigError: the handler of the letter is not in the group, or not alone.
         """
         at = group_at(letter.group)
         stream = "" if at is None else topic_stream(at.namespace, at.topic)
         names = () if at is None else (at.group, f"{at.group}+{at.lane}")
+        handlers: dict[str, str] = {}
         for name in names:
             with suppress(NoStream):
-                info = await self._jetstream.consumer_info(stream, name)
-                # One that was made by hand says nothing of it.
-                if info.description in ("", str(letter.queue)):
-                    return
+                handlers[name] = (await self._jetstream.consumer_info(stream, name)).description
+        own = str(letter.queue)
+        if set(handlers.values()) == {own}:
+            return
+        others = [name for name, handler in handlers.items() if handler != own]
+        if len(others) < len(handlers):
+            # A user may make a consumer of its own that is called as one more of the group.
+            raise ConfigError(
+                f"the dead letter {letter.letter_id} is of {own}, and so is one of the consumers "
+                f"of its group {letter.group}; {stream} has {others[0]}, too, which is not: delete "
+                "the one that is none of the group's"
+            )
         raise ConfigError(
-            f"the dead letter {letter.letter_id} is of {letter.queue}, which is not in the group "
-            f"that it names, {letter.group}: discard it"
+            f"the dead letter {letter.letter_id} is of {own}, which is not in the group that it "
+            f"names, {letter.group}: discard it"
         )
 
     async def _forget_tries(self, letter: DeadLetter) -> None:

@@ -141,6 +141,9 @@ class Election(Openable):
                 # Without a candidate no snapshot would ever be taken again.
                 self.failures += 1
                 logger.exception("%r: a round of the election failed", self)
+            else:
+                # Who is not elected writes nothing.
+                self._record.start_anew()
             self._set_deadlines()
             await anyio.sleep(self._record.pause())
 

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL: Final = 0.25
 """Seconds between two looks at which instances are there."""
 
+MOST_WARNINGS: Final = 100
+"""Endpoints of whose cards of one name a problem is logged: a component may have any number."""
 MOST_BYTES: Final = 2 * MAX_BUCKET_BYTES
 """Bytes of cards that are known at a time, of the own region and of the others."""
 
@@ -188,7 +190,7 @@ class CardView:
 
     def _tell(self, name: str, endpoint: str, problem: str) -> None:
         endpoints = self._warned.setdefault(name, set())
-        if endpoint not in endpoints:
+        if endpoint not in endpoints and len(endpoints) < MOST_WARNINGS:
             endpoints.add(endpoint)
             logger.warning("the model %s: %s", name, problem)
 

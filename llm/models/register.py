@@ -295,8 +295,10 @@ def _check_types(model_input: object, model_type: object) -> None:
 def _check_number(name: str, value: object, least: int) -> None:
     if value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} {value!r} is not usable: give a whole number from {least} on")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
+        raise ConfigError(
+            f"{name} {value!r} is not usable: give a whole number from {least} on, below 2^53"
+        )
 
 
 def _check_default_sampling(given: object, model_input: ModelInput) -> DefaultSampling | None:

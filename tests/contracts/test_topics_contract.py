@@ -36,11 +36,12 @@ from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import (
     dead_letter_stream,
     dead_letter_subject,
+    group_at,
     topic_stream,
     topic_subject,
 )
 from dynbus.bus.topics import forget_group, topic_config
-from dynbus.bus.transport import Message
+from dynbus.bus.transport import Message, PullConsumerConfig
 from dynbus.bus.work_queue import DeadLetter, DeadLetters
 
 from .conftest import Bus, eventually
@@ -274,7 +275,17 @@ async def test_a_forged_letter_gives_its_event_to_no_group_of_another_handler(
     forged_at = dead_letter_subject(hall.namespace, "Other", "take", "0" * 16)
     await jetstream.publish(forged_at, letter.data, headers=fields)
     forged = await first_letter(letters, "Other")
+    # It makes a consumer, too, which is called as one of the group would be.
+    at = group_at(letter.group)
+    assert at is not None
+    beside = at.group if ordered else f"{at.group}+{at.lane}"
+    consumer = PullConsumerConfig(beside, description=str(forged.queue))
+    await jetstream.ensure_pull_consumer(topic_stream(at.namespace, at.topic), consumer)
 
+    for one in (forged, letter):
+        with pytest.raises(ConfigError, match=r"delete the one that is none of the group's"):
+            await letters.redrive(one)
+    await jetstream.delete_consumer(topic_stream(at.namespace, at.topic), beside)
     with pytest.raises(ConfigError, match="is not in the group that it names"):
         await letters.redrive(forged)
     await letters.redrive(letter)

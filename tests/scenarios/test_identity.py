@@ -5,9 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
+import anyio.to_thread
 import pytest
+from click.testing import CliRunner
 from tests.conditions import eventually
 
 from dynbus import PermissionDenied, call_options
@@ -18,6 +21,7 @@ from dynbus.actors.commands.auth import (
     users_of_run,
 )
 from dynbus.actors.running.plan import PlanRequest
+from dynbus.bus.commands.ps import ps
 from dynbus.bus.commands.server import connected
 from dynbus.bus.commands.survey import survey
 from dynbus.bus.config import BusConfig
@@ -191,16 +195,23 @@ async def test_a_key_is_taken_until_it_is_revoked(guarded: Guarded) -> None:
 
 async def test_those_who_may_not_ask_instances_call_none_of_them_silent(guarded: Guarded) -> None:
     states: dict[str, str] = {}
+    printed: dict[str, str] = {}
     async with guarded.connect("shop_Counter") as runtime:
         await runtime.start(Counter)
         await eventually(lambda: bool(runtime.instance_ids(Counter)), what="it is there")
         for user in ("billing", "operator"):
-            config = BusConfig(
-                servers=(guarded.server.url,),
-                credentials=str(guarded.registry.credential_file(user)),
-            )
+            key = str(guarded.registry.credential_file(user))
+            config = BusConfig(servers=(guarded.server.url,), credentials=key)
             async with connected(config, "ps") as server:
                 (row,) = (await survey(server)).rows
                 states[user] = row.state
+            command = partial(
+                CliRunner().invoke,
+                ps,
+                ["--nats", guarded.server.url],
+                env={"DYNBUS_CREDENTIALS": key},
+            )
+            printed[user] = (await anyio.to_thread.run_sync(command)).output
 
+    assert all(state in printed[user] for user, state in states.items()), printed
     assert states == {"billing": "unknown", "operator": "serving"}

@@ -44,6 +44,8 @@ def folder(folder_with: MakeFolder, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("NATS_URL", raising=False)
     made = folder_with("deployed_actors", ACTORS)
     (made / "tls.yaml").write_text("bus: {tls_ca: /etc/nats/ca.pem, servers: [tls://a:4222]}\n")
+    (made / "left_out.yaml").write_text("bus: {tls_ca: secrets/ca.pem}\n")
+    (made / "baked.yaml").write_text("bus: {tls_cert: cert.pem, tls_key: own.pem}\n")
     (made / "shop.yaml").write_text("Front: {port: 9000}\nbus: {drain_grace: 60}\n")
     return made
 
@@ -129,6 +131,12 @@ def test_check_fails_where_the_files_are_not_those_of_the_graph(
             "tls_ca = '/etc/nats/ca.pem' would not be in the containers: bring it there by "
             "--secret-file ca.pem=/etc/nats/ca.pem",
         ),
+        (
+            ("-f", "left_out.yaml"),
+            "tls_ca = 'secrets/ca.pem' would not be in the containers: bring it there by "
+            "--secret-file ca.pem=/etc/nats/ca.pem, and set tls_ca to /etc/nats/ca.pem",
+        ),
+        (("-f", "baked.yaml"), "tls_key = 'own.pem' would be in the image"),
     ],
 )
 def test_what_cannot_be_deployed_is_refused_with_the_remedy(

@@ -91,6 +91,15 @@ def test_clocks_versions_schemas_and_silence_that_differ_are_named() -> None:
     assert {checks[name].status for name in ("versions of dynbus", "schemas")} == {"warn"}
 
 
+def test_instances_that_may_not_be_asked_are_named_as_unknown() -> None:
+    row = instance("a")._replace(state="unknown", clock=None, version="")
+
+    checks = by_name(check_instances([row], None))
+
+    assert checks["instances"].status == "unknown"
+    assert "operator's: DYNBUS_CREDENTIALS" in checks["instances"].remedy
+
+
 class Hello(Actor, namespace="doctors"):
     @handler
     async def greet(self) -> str:

@@ -49,6 +49,9 @@ async def test_a_letter_that_cannot_be_redriven_keeps_no_other_from_it(
     block = b"NATS/1.0\r\nDynbus-Job: \x1b[31m\r\n\r\n"
     bus.data.publish(subject, b"", headers=block)
     await bus.data.barrier()
+    # One whose queue is nowhere.
+    nowhere = dead_letter_subject(namespace, "Other", "take", "1" * 16)
+    await jetstream.publish(nowhere, b"page", headers={"Dynbus-Job": "two"})
     again = dead_letter_subject(namespace, "Printer", "print", letter.letter_id)
     await jetstream.publish(again, b"page", headers={"Dynbus-Job": "one"})
 
@@ -62,7 +65,7 @@ async def test_a_letter_that_cannot_be_redriven_keeps_no_other_from_it(
 
     assert f"redriven: {letter.letter_id} one\n" in redriven.output
     assert redriven.exit_code != 0
-    assert [one.letter_id for one in left] == ["0" * 16]
+    assert [one.letter_id for one in left] == ["0" * 16, "1" * 16]
 
 
 async def test_dead_letters_are_listed_shown_redriven_and_discarded(
