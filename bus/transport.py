@@ -238,6 +238,7 @@ class StreamInfo(NamedTuple):
         silent: of a mirror, seconds since its source was heard, which says something every second;
             None before it is heard for the first time, and for no mirror.
         metadata: as of `StreamConfig`.
+        behind: the servers among those that keep it whose copies are not complete.
     """
 
     messages: int
@@ -251,6 +252,7 @@ class StreamInfo(NamedTuple):
     first_time: float = 0.0
     silent: float | None = None
     metadata: tuple[tuple[str, str], ...] = ()
+    behind: tuple[str, ...] = ()
 
     @property
     def oldest_age(self) -> float:

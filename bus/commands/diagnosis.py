@@ -16,7 +16,7 @@ import anyio
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.config import BusConfig
-from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
+from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied, Unavailable
 from dynbus.bus.extras import EXTRAS, has_extra, how_to_install
 from dynbus.bus.nats.api_requests import unix_seconds
 from dynbus.bus.nats.connection import NatsConnection
@@ -28,7 +28,7 @@ from dynbus.bus.protocol.names import ABROAD, INSTANCES_BUCKET
 from dynbus.bus.records.instance_records import INSTANCES_STREAM, MARKER_TTL
 from dynbus.bus.records.instance_view import EXPIRY_GRACE
 from dynbus.bus.telemetry.logs import redact_url
-from dynbus.bus.transport import NoStream, StoredMessage, StreamConfig
+from dynbus.bus.transport import NoStream, StoredMessage, StreamConfig, StreamInfo
 
 from .terminal import terminal
 
@@ -49,6 +49,8 @@ STREAMS: Final = ("KV_dynbus_", "OBJ_dynbus_", "OBJ_DYNBUS_", "DYNBUS_")
 ROUND_TRIPS: Final = 21
 API_SECONDS: Final = 5.0
 REGION_SECONDS: Final = 1.0
+LOOKS: Final = 3
+LOOK_SECONDS: Final = 0.1
 
 Status = Literal["ok", "warn", "fail", "unknown"]
 
@@ -225,11 +227,26 @@ def check_store(stream: str, write_error: str) -> Check:
     return Check(f"stream {stream}", "ok", "takes writes")
 
 
-def check_replicas(stream: str, replicas: int, wanted: int, *, in_cluster: bool) -> Check:
-    """Check that a stream outlives each single server of its cluster."""
+def check_replicas(
+    stream: str, replicas: int, wanted: int, *, in_cluster: bool, behind: Sequence[str] = ()
+) -> Check:
+    """Check that a stream outlives each single server of its cluster.
+
+    Args:
+        behind: the servers of those that are to keep it that have not all of it.
+    """
     name = f"replicas of {stream}"
     if not in_cluster:
         return Check(name, "ok", "1: the server is no cluster")
+    if behind:
+        return Check(
+            name,
+            "fail",
+            f"complete at {max(0, replicas - len(behind))} of {replicas} servers, and not at "
+            f"{', '.join(behind)}",
+            "wait while it is copied, and bring back a server that is away; one that never comes "
+            "back is taken out of JetStream by a user of the role system",
+        )
     text = f"kept by {replicas} of the cluster's servers"
     if replicas >= wanted:
         return Check(name, "ok", text)
@@ -348,6 +365,11 @@ async def _check_jetstream(connection: NatsConnection, config: BusConfig) -> lis
         checks = [unknown("JetStream storage")]
     except DynbusError as error:
         remedy = "start the server with -js, or allow JetStream to the account"
+        if connection.server_info.get("cluster") and isinstance(error, Unavailable):
+            remedy = (
+                "JetStream has no leader, or elects one for some seconds: start the servers of the "
+                "cluster that are away, since more than half of them must be there"
+            )
         return [Check("JetStream", "fail", str(error), remedy)]
     is_set_up = True
     try:
@@ -397,8 +419,16 @@ async def _check_streams(connection: NatsConnection, replicas: int) -> list[Chec
     hidden = 0
     for name in names:
         try:
-            info = await jetstream.stream_info(name, timeout=API_SECONDS)
-            checks.append(check_replicas(name, info.replicas, replicas, in_cluster=info.in_cluster))
+            info = await _settled_info(jetstream, name)
+            checks.append(
+                check_replicas(
+                    name,
+                    info.replicas,
+                    replicas,
+                    in_cluster=info.in_cluster,
+                    behind=info.behind,
+                )
+            )
             checks.append(check_store(name, await jetstream.write_error(name, timeout=API_SECONDS)))
         except NoStream:
             continue
@@ -411,6 +441,21 @@ async def _check_streams(connection: NatsConnection, replicas: int) -> list[Chec
         what = f"try whether {hidden} of {len(names)} streams take writes"
         checks.append(unknown("streams' writes", what))
     return checks
+
+
+async def _settled_info(jetstream: NatsJetStream, stream: str) -> StreamInfo:
+    """The contents of a stream, with the servers that were behind at each of some looks.
+
+    A copy that is well is a message behind for moments while others write.
+    """
+    info = await jetstream.stream_info(stream, timeout=API_SECONDS)
+    for _ in range(LOOKS - 1):
+        if not info.behind:
+            break
+        await anyio.sleep(LOOK_SECONDS)
+        again = await jetstream.stream_info(stream, timeout=API_SECONDS)
+        info = again._replace(behind=tuple(one for one in again.behind if one in info.behind))
+    return info
 
 
 async def _check_regions(connection: NatsConnection, streams: Sequence[str]) -> Check:

@@ -57,6 +57,7 @@ from .stream_config import (
     NANOSECONDS,
     misfits,
     seconds_silent,
+    servers_behind,
     stream_config,
     stream_metadata,
     stream_request,
@@ -342,6 +343,7 @@ class NatsJetStream:
                 unix_seconds(state["first_ts"]) if state["messages"] else 0.0,
                 seconds_silent(answer),
                 stream_metadata(answer["config"]),
+                servers_behind(answer),
             )
 
     async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from dynbus.bus.transport import StreamConfig, StreamLimits, StreamSource
@@ -124,6 +124,19 @@ def seconds_silent(info: Mapping[str, Any]) -> float | None:
     mirror: Mapping[str, Any] = info.get("mirror") or {}
     active = int(mirror.get("active") or 0)
     return None if not mirror or active < 0 else active / NANOSECONDS
+
+
+def servers_behind(info: Mapping[str, Any]) -> tuple[str, ...]:
+    """The servers that keep a stream and have not all of it, or are away."""
+    cluster: Mapping[str, Any] = info.get("cluster") or {}
+    replicas: Sequence[Mapping[str, Any]] = cluster.get("replicas") or ()
+    return tuple(
+        sorted(
+            str(replica.get("name", "?"))
+            for replica in replicas
+            if replica.get("offline") or not replica.get("current")
+        )
+    )
 
 
 def _mirrored(mirror: Mapping[str, Any]) -> StreamSource | None:

@@ -14,7 +14,7 @@ import pytest
 from tests.conditions import PATIENCE, Stopwatch, eventually
 
 from dynbus import NoInstances, Runtime, UnknownOutcome
-from dynbus.bus.commands.diagnosis import diagnose
+from dynbus.bus.commands.diagnosis import Check, diagnose
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.nats.connection import NatsConnection, connect_as
@@ -375,3 +375,31 @@ async def test_a_stream_that_was_stored_is_found_whichever_server_dies_or_comes_
         assert all(found), f"{found.count(False)} of {len(found)} are unknown"
         stored += len(found)
     assert stored > rounds * each // 4
+
+
+async def test_doctor_names_who_lacks_a_stream_and_then_that_there_is_no_leader(
+    cluster: Cluster,
+) -> None:
+    first, second, last = cluster.servers
+    config = BusConfig(servers=(last.url,))
+
+    async def found(name: str) -> Check | None:
+        return next((check for check in await diagnose(config) if check.name == name), None)
+
+    async def is_complete() -> bool:
+        check = await found("replicas of KV_dynbus_instances")
+        return check is not None and check.status == "ok"
+
+    async def is_named() -> bool:
+        check = await found("replicas of KV_dynbus_instances")
+        return check is not None and check.found.startswith("complete at 2 of 3 servers, and")
+
+    async def has_no_leader() -> bool:
+        check = await found("JetStream")
+        return check is not None and "servers of the cluster that are away" in check.remedy
+
+    await eventually(is_complete, what="each server has all of it")
+    await asyncio.to_thread(first.kill)
+    await eventually(is_named, what="the one that is away is named")
+    await asyncio.to_thread(second.kill)
+    await eventually(has_no_leader, what="the others are missed")

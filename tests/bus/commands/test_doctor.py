@@ -71,6 +71,7 @@ from dynbus.bus.transport import StoredMessage, StreamConfig
         (check_replicas("S", 1, 3, in_cluster=False), "ok"),
         (check_replicas("S", 1, 3, in_cluster=True), "warn"),
         (check_replicas("S", 3, 3, in_cluster=True), "ok"),
+        (check_replicas("S", 3, 3, in_cluster=True, behind=["b"]), "fail"),
     ],
 )
 def test_each_finding_has_its_verdict(check: Check, status: str) -> None:
