@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,8 @@ from dynbus.bus.protocol.names import ANONYMOUS, ComponentName, check_token
 
 from .keys import SUFFIX, Kind, check_extra, is_seed
 from .tokens import user_of_credentials
+
+logger = logging.getLogger(__name__)
 
 CREDS: Final = ".creds"
 """The suffix of a credentials file of NATS: the token of a user, and its seed."""
@@ -91,6 +94,29 @@ def credential_options(credentials: str) -> dict[str, Any]:
         return {"nkeys_seed_str": text}
     check_extra()
     return {"user_credentials": credentials}
+
+
+class CredentialFile:
+    """A file with the credential of a process, which is read again for each connection.
+
+    A file that was replaced counts from the next connection on. Where it cannot be read by then, as
+    while it is copied, what it had before is used.
+
+    Raises:
+        ConfigError: the file cannot be read or used.
+    """
+
+    def __init__(self, credentials: str) -> None:
+        self._credentials = credentials
+        self._options = credential_options(credentials)
+
+    def options(self) -> dict[str, Any]:
+        """The options of nats-py's `connect`, as `credential_options` has them."""
+        try:
+            self._options = credential_options(self._credentials)
+        except ConfigError as error:
+            logger.warning("%s: what it had before is used", error)
+        return self._options
 
 
 def _is_key(text: str) -> bool:

@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import anyio
@@ -30,7 +31,7 @@ from dynbus.bus.errors import (
     PermissionDenied,
     Unavailable,
 )
-from dynbus.bus.identity.credentials import credential_options
+from dynbus.bus.identity.credentials import CredentialFile
 from dynbus.bus.protocol.headers import OF_STREAM
 from dynbus.bus.protocol.random_ids import jitter
 from dynbus.bus.transport import REPLICAS, Callback, ConnectionState, Message, WatchedConnection
@@ -206,13 +207,13 @@ class NatsConnection(WatchedConnection):
         *,
         name: str,
         inbox: str,
-        options: Mapping[str, Any],
+        options: Callable[[], Mapping[str, Any]],
         replicas: int = REPLICAS,
         tls: ClientTls | None = None,
     ) -> None:
         super().__init__(name, ConnectionState.CONNECTING)
         self._choice = choice
-        self._options = dict(options)
+        self._options = options
         self._tls = tls
         self.inbox = inbox
         self._session: NatsSession | None = None
@@ -442,7 +443,7 @@ class NatsConnection(WatchedConnection):
                 plan.urls,
                 name=self.name,
                 timeout=timeout,
-                options=self._options,
+                options=self._options(),
                 tls=self._tls,
                 tls_name=choice.tls_name,
                 head_start=head_start,
@@ -667,7 +668,7 @@ async def connect(
     name: str = "dynbus",
     inbox: str = "",
     timeout: float = 5.0,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     replicas: int = REPLICAS,
     tls: ClientTls | None = None,
 ) -> NatsConnection:
@@ -679,7 +680,7 @@ async def connect(
         inbox: the subject under which replies of server APIs arrive.
         timeout: seconds for each server; they are tried side by side.
         options: credentials as nats-py's `connect` takes them: `user`, `password`, `token`,
-            `user_credentials`, `nkeys_seed`.
+            `user_credentials`, `nkeys_seed`; or what gives them for each session.
         replicas: how many servers of a cluster keep a stream that does not say so itself.
         tls: the certificates; without them the system's authorities are trusted.
 
@@ -692,7 +693,7 @@ async def connect(
         servers if isinstance(servers, ServerChoice) else ServerChoice(servers),
         name=name,
         inbox=inbox or f"_INBOX.{secrets.token_hex(16)}",
-        options=options or {},
+        options=options if callable(options) else partial(dict[str, Any], options or {}),
         replicas=replicas,
         tls=tls,
     )
@@ -727,7 +728,7 @@ async def connect_as(
         name=name,
         inbox=inbox,
         timeout=config.connect_timeout,
-        options=credential_options(config.credentials),
+        options=CredentialFile(config.credentials).options,
         replicas=config.replicas,
         tls=ClientTls(config),
     )

@@ -26,6 +26,7 @@ from dynbus.bus.commands.server import connected
 from dynbus.bus.commands.survey import survey
 from dynbus.bus.config import BusConfig
 from dynbus.bus.identity.users import Users
+from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import run_server
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.topics import TopicStream
@@ -180,17 +181,34 @@ async def test_a_handler_is_for_the_users_that_it_allows(guarded: Guarded) -> No
     assert principal == "billing"
 
 
-async def test_a_key_is_taken_until_it_is_revoked(guarded: Guarded) -> None:
+async def test_a_process_goes_on_with_the_next_key_where_the_one_before_is_revoked(
+    guarded: Guarded,
+) -> None:
     registry = guarded.registry
     async with guarded.connect("billing") as before:
+        connection = before.bus.data
+        assert isinstance(connection, NatsConnection)
+
+        def client() -> int:
+            return int(connection.server_info["client_id"])
+
+        first = client()
         registry.rotate("billing")
         await guarded.reload()
         assert before.is_connected
+        assert client() == first
         async with guarded.connect("billing") as after:
             registry.revoke("billing", previous=True)
             await guarded.reload()
-            await eventually(lambda: not before.is_connected, what="its connections are ended")
+            await eventually(
+                lambda: before.is_connected and client() != first, what="it has read the next key"
+            )
             assert after.is_connected
+            registry.revoke("billing")
+            await guarded.reload()
+            await eventually(
+                lambda: not before.is_connected and not after.is_connected, what="both are shut out"
+            )
 
 
 async def test_those_who_may_not_ask_instances_call_none_of_them_silent(guarded: Guarded) -> None:

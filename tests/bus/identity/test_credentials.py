@@ -10,6 +10,7 @@ import pytest
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.identity.credentials import (
+    CredentialFile,
     credential_options,
     identified,
     own_credentials,
@@ -61,6 +62,22 @@ def test_what_is_no_key_is_taken_for_a_credentials_file_of_nats(tmp_path: Path) 
 def test_a_connection_takes_the_key_and_not_its_file(seed: Path) -> None:
     assert credential_options(str(seed)) == {"nkeys_seed_str": seed.read_text().strip()}
     assert credential_options("") == {}
+
+
+def test_a_key_that_was_replaced_counts_from_the_next_connection_on(
+    seed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, before = CredentialFile(str(seed)), seed.read_text().strip()
+    assert file.options() == {"nkeys_seed_str": before}
+
+    after = new_key().seed
+    seed.write_text(after[:20])
+    assert file.options() == {"nkeys_seed_str": before}, "it is being copied"
+    assert "what it had before is used" in caplog.text
+    assert after[:20] not in caplog.text
+
+    seed.write_text(after)
+    assert file.options() == {"nkeys_seed_str": after.strip()}
 
 
 def test_a_broken_key_is_refused_without_being_shown(seed: Path) -> None:
