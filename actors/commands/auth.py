@@ -39,9 +39,10 @@ from dynbus.bus.identity.grants import (
     hears_replies,
     observes,
     operates,
+    removes_servers,
 )
 from dynbus.bus.identity.registry import Registry
-from dynbus.bus.identity.users import ACTOR, ServerTls, User, Users
+from dynbus.bus.identity.users import ACTOR, SYSTEM, ServerTls, User, Users
 from dynbus.bus.protocol.names import ComponentName, check_token
 from dynbus.bus.protocol.seconds import seconds_of
 
@@ -110,7 +111,7 @@ OWN_ROLES: Final[dict[str, Callable[[Sequence[str]], Sequence[Grant]]]] = {
 
 def role_names() -> list[str]:
     """The roles that there are."""
-    return sorted({*OWN_ROLES, *(one.name for one in metadata.entry_points(group=ROLES))})
+    return sorted({*OWN_ROLES, SYSTEM, *(one.name for one in metadata.entry_points(group=ROLES))})
 
 
 def grants_of_role(role: str, namespaces: Sequence[str], principal: str) -> list[Grant]:
@@ -431,13 +432,15 @@ def add(
 
     TARGETs and options are those of `dynbus run`; nothing is started. A user that is there keeps
     its key and gets what it needs now. What an operator has to make for TARGETs is printed. The
-    roles are those of a caller of all that is in a namespace, an observer, an operator, and where
-    the packages are there the front end of `dynbus http`.
+    roles are those of a caller of all that is in a namespace, an observer, an operator, `system`
+    for who takes servers out of a cluster, and where the packages are there the front end of
+    `dynbus http`.
 
     \b
     dynbus auth add actors.py -f hello.yaml
     dynbus auth add actors.py --client billing
     dynbus auth add billing --role caller --namespace hello,accounts
+    dynbus auth add remover --role system
     """
     if client is not None and role is not None:
         raise click.UsageError("give --client or --role, not both")
@@ -451,6 +454,11 @@ def add(
         users = [_user_in_role(role, targets, config_files, namespace)]
     with locked(folder):
         registered = open_users(folder, account)
+        if role == SYSTEM and registered.account:
+            raise ConfigError(
+                "a folder with accounts makes no user of the account of servers: --role system "
+                "is for a server with one account"
+            )
         done = {user.name: registered.put(*user, lifetime=lifetime) for user in users}
         reload = registered.save()
     _tell(registered, done, as_json, setup, reload=reload)
@@ -461,6 +469,12 @@ def _user_in_role(
 ) -> NeededUser:
     if len(names) != 1 or files:
         raise click.UsageError("--role makes one user: give its name and no -f")
+    if role == SYSTEM:
+        if namespace:
+            raise click.UsageError("--role system takes no --namespace: it is of all servers")
+        (name,) = names
+        check_token("user", name)
+        return NeededUser(name, role, "the servers", [hears_replies(name), removes_servers()])
     if not namespace:
         raise click.UsageError("--role needs --namespace NAME, or several with commas")
     (name,) = names

@@ -121,6 +121,14 @@ def hears_operators(namespace: str) -> Grant:
     return Grant(f"hears operators of runs in {namespace}", subscribe=(f"{namespace}.{RUN}",))
 
 
+def removes_servers() -> Grant:
+    """The question by which JetStream forgets a server that never comes back.
+
+    It is heard in the account of servers alone.
+    """
+    return Grant("takes servers out of JetStream", ("$JS.API.SERVER.REMOVE",))
+
+
 # Calls -------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from .files import (
 )
 from .grants import Permission, permissions, shared_consumers
 from .keys import SUFFIX, new_key, seed_text
-from .users import ServerTls, User, Users
+from .users import SYSTEM, ServerTls, User, Users
 
 VERSION: Final = 1
 SEEDS: Final = "seeds"
@@ -124,8 +124,17 @@ def server_config(users: Sequence[User], tls: ServerTls | None = None) -> str:
         "# Written by `dynbus auth`, from users.json. In the configuration of nats-server:",
         f'# include "{SERVER_FILE}"',
         "authorization {",
-        "  users: [",
+        *_users_block([user for user in users if user.role != SYSTEM]),
+        "}",
     ]
+    if of_servers := [user for user in users if user.role == SYSTEM]:
+        lines += ["accounts {", '  "$SYS": {', *_users_block(of_servers), "  }", "}"]
+    return "\n".join([*lines, *(tls.lines() if tls else ()), ""])
+
+
+def _users_block(users: Sequence[User]) -> list[str]:
+    """The users of an account, each with its keys and what it may."""
+    lines = ["  users: ["]
     shared = shared_consumers(grant for user in users for grant in user.grants)
     for user in users:
         lines.append(f"    # {user.name}: {user.what}")
@@ -135,7 +144,7 @@ def server_config(users: Sequence[User], tls: ServerTls | None = None) -> str:
                 lines.append("    # Its key before the last one.")
             lines += [f'    {{ nkey: "{key}", permissions: {{', *_rules("publish", publish)]
             lines += [*_rules("subscribe", subscribe), "    } }"]
-    return "\n".join([*lines, "  ]", "}", *(tls.lines() if tls else ()), ""])
+    return [*lines, "  ]"]
 
 
 def _rules(verb: str, permission: Permission) -> list[str]:

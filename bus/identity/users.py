@@ -23,6 +23,8 @@ from .grants import Grant
 
 ACTOR: Final = "actor"
 """The role of a user that is a component."""
+SYSTEM: Final = "system"
+"""The role of a user of the account in which nats-server speaks of its servers."""
 
 
 class User(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -137,6 +137,7 @@ def test_a_role_that_there_is_not_is_told_with_those_that_there_are(
     [
         (["a", "b", "--role", "caller", "--namespace", "shop"], "--role makes one user"),
         (["a", "--role", "caller"], "--role needs --namespace"),
+        (["a", "--role", "system", "--namespace", "shop"], "--role system takes no --namespace"),
     ],
 )
 def test_a_role_takes_one_name_and_a_namespace(
@@ -227,6 +228,20 @@ def test_a_credential_of_an_account_expires_is_rotated_and_revoked(
     assert re.search(r"main +billing +caller of shop +1 +U\w+ +in (30d|29d 23h)", shown), shown
     assert auth("account", *in_teams) == exit_codes.OK
     assert re.search(r"main .* 2 +1 *$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_user_of_the_system_takes_servers_out_and_is_for_no_folder_with_accounts(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert auth("add", "remover", "--role", "system") == exit_codes.OK
+    assert '"$SYS": {' in (folder / "nats-users.conf").read_text()
+    auth("init", "--jwt", "--folder", "teams")
+    capsys.readouterr()
+
+    given = ("add", "remover", "--role", "system", "--folder", "teams")
+    assert auth(*given) == exit_codes.CONFIG_ERROR
+
+    assert "--role system is for a server with one account" in capsys.readouterr().err
 
 
 def test_a_nightly_job_rotates_without_the_operators_key() -> None:

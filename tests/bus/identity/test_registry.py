@@ -7,13 +7,48 @@ from pathlib import Path
 import pytest
 
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.identity.grants import Grant, hears_events, operates, takes_events
+from dynbus.bus.identity.grants import (
+    Grant,
+    hears_events,
+    operates,
+    removes_servers,
+    takes_events,
+)
 from dynbus.bus.identity.registry import Registry, server_config
-from dynbus.bus.identity.users import ServerTls, User
+from dynbus.bus.identity.users import SYSTEM, ServerTls, User
 from dynbus.bus.protocol.names import EndpointName
 
 CALLS = Grant("calls demo.A", ("demo.A.x",), ())
 HEARS = Grant("hears its own replies", (), ("_R.one.>",))
+
+
+def test_a_user_of_the_system_is_in_the_account_of_servers_and_no_other() -> None:
+    users = [
+        User("one", "caller", "demo", ("UONE",), (HEARS,)),
+        User("remover", SYSTEM, "the servers", ("UTWO",), (removes_servers(),)),
+    ]
+
+    plain, of_servers = server_config(users).split("accounts {")
+
+    assert "UONE" in plain
+    assert "UTWO" not in plain
+    assert of_servers == (
+        """
+  "$SYS": {
+  users: [
+    # remover: system of the servers
+    { nkey: "UTWO", permissions: {
+      publish: { allow: [
+        # takes servers out of JetStream
+        "$JS.API.SERVER.REMOVE"
+      ] }
+      subscribe: { deny: [">"] }
+    } }
+  ]
+  }
+}
+"""
+    )
 
 
 @pytest.fixture
