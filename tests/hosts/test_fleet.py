@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.certificates import Authority
+from tests.certificates import Authority, Pair
 from tests.conditions import wait_until
 
 from dynbus.bus.nats.server_process import find_nats_server
@@ -51,11 +51,29 @@ async def main():
 
 asyncio.run(main())
 """
+FORGET = """
+import asyncio, os, ssl
+import nats
+
+async def main():
+    client = await nats.connect(
+        os.environ["NATS_URL"].partition("?")[0].partition(",")[0],
+        tls=ssl.create_default_context(cafile=os.environ["DYNBUS_TLS_CA"]),
+        nkeys_seed=os.environ["DYNBUS_CREDENTIALS"],
+        inbox_prefix=b"_R.remover",
+    )
+    answer = await client.request("$JS.API.SERVER.REMOVE", b'{"peer": "b"}', timeout=10)
+    print(answer.data.decode())
+    await client.close()
+
+asyncio.run(main())
+"""
 SERVERS, WORKERS = "abc", "de"
 
 
 class Fleet:
-    """Servers on a, b and c, workers on d and e, and everybody else on f; by TLS, with users."""
+    """Servers on a, b and c, workers on d and e, everybody else on f, and g to spare; by TLS, with
+    users."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab = lab
@@ -91,10 +109,39 @@ class Fleet:
             return False
         return True
 
-    def start_server(self, host: Host) -> None:
-        """Start the server of a host, with what its store has."""
+    def diagnosis(self) -> str:
+        """The output of `dynbus doctor --all --json`, whatever it finds."""
+        try:
+            return self.dynbus("doctor", "--all", "--json")
+        except AssertionError as error:
+            return str(error)
+
+    def deploying(self, pair: Pair, names: str) -> list[str]:
+        """The command that writes the configuration of the servers on some hosts."""
+        return [
+            *("deploy", "nats", "--users", "auth/nats-users.conf"),
+            *("--store", "/mnt/nats", "--max-store", "20GB"),
+            *("--route-tls", str(pair.cert), str(pair.key), str(self.authority.ca)),
+            *(f"--server={name}={self.lab[name].address}" for name in names),
+        ]
+
+    def copy_files(self, host: Host) -> None:
         for name in (f"deploy/nats/{host.name}.conf", "auth/nats-users.conf"):
             shutil.copy(self.folder / name, host.folder)
+
+    def reload_server(self, name: str) -> None:
+        """Have a server read what is new in its files."""
+        self.copy_files(self.lab[name])
+        before = self.servers[name].output.count("Reloaded server configuration")
+        self.servers[name].signal(signal.SIGHUP)
+        wait_until(
+            lambda: self.servers[name].output.count("Reloaded server configuration") > before,
+            what=f"{name} reloads",
+        )
+
+    def start_server(self, host: Host) -> None:
+        """Start the server of a host, with what its store has."""
+        self.copy_files(host)
         host.run("mount", "--bind", str(host.folder), "/mnt")
         path = f"/mnt/{host.name}.conf"
         self.servers[host.name] = host.popen(str(find_nats_server()), "-c", path)
@@ -113,21 +160,18 @@ class Fleet:
 
 @pytest.fixture
 def fleet(namespaces: None, tmp_path: Path) -> Iterator[Fleet]:
-    with Lab("abcdef", tmp_path / "hosts") as lab:
+    with Lab("abcdefg", tmp_path / "hosts") as lab:
         yield Fleet(lab, tmp_path)
 
 
 def test_a_fleet_is_made_upgraded_and_mended_without_a_call_that_fails(fleet: Fleet) -> None:
     lab = fleet.lab
-    addresses = [lab[name].address for name in SERVERS]
+    addresses = [lab[name].address for name in (*SERVERS, "g")]
     pair = fleet.authority.sign("server", *addresses, peer=True)
     fleet.make("auth", "init", "--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
     fleet.make("auth", "add", "actors.py")
     fleet.make("auth", "add", "actors.py", "--client", "web")
-    servers = [f"--server={name}={lab[name].address}" for name in SERVERS]
-    route_tls = ["--route-tls", str(pair.cert), str(pair.key), str(fleet.authority.ca)]
-    files = ["--users", "auth/nats-users.conf", "--store", "/mnt/nats", "--max-store", "20GB"]
-    printed = fleet.make("deploy", "nats", *servers, *files, *route_tls)
+    printed = fleet.make(*fleet.deploying(pair, SERVERS))
     fleet.url = printed.split("NATS_URL=")[1].strip()
     assert fleet.url.count("tls://") == 3
 
@@ -159,6 +203,21 @@ def test_a_fleet_is_made_upgraded_and_mended_without_a_call_that_fails(fleet: Fl
     lab.power_on(lab["b"])
     fleet.start_server(lab["b"])
     wait_until(fleet.is_well, what="b is back, and its streams with it")
+
+    # It is lost for good, and a server of another name is there in its stead.
+    lab["b"].die()
+    printed = fleet.make(*fleet.deploying(pair, "acg"))
+    fleet.url = printed.split("NATS_URL=")[1].strip()
+    fleet.start_server(lab["g"])
+    fleet.reload_server("a")
+    fleet.reload_server("c")
+    wait_until(lambda: "not at b" in fleet.diagnosis(), what="doctor names b")
+    answered(caller, 20)
+    fleet.make("auth", "add", "remover", "--role", "system")
+    for name in "acg":
+        fleet.reload_server(name)
+    assert '"success":true' in lab["f"].run(*fleet.command("remover", "-c", FORGET))
+    wait_until(fleet.is_well, what="g has the streams of b")
 
     # A host more.
     fleet.start_worker(lab["a"]).says("fleet.Echo@")
