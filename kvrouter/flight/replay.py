@@ -92,7 +92,6 @@ class Replayed:
         missing: records that are not there.
         reuse, recorded_reuse: tokens that the chosen ranks were taken to hold, now and on record.
         placed, recorded_placed: how many requests went to each rank, now and on record.
-        since, until: Unix seconds of the first and the last record.
     """
 
     decisions: int = 0
@@ -103,8 +102,6 @@ class Replayed:
     recorded_reuse: int = 0
     placed: Counter[str] = field(default_factory=Counter[str])
     recorded_placed: Counter[str] = field(default_factory=Counter[str])
-    since: float = math.inf
-    until: float = -math.inf
 
     @property
     def unexplained(self) -> list[Compared]:
@@ -141,8 +138,6 @@ class Replay:
         if record is None:
             return
         outcome = self.outcome
-        outcome.since = min(outcome.since, entry.time)
-        outcome.until = max(outcome.until, entry.time)
         outcome.missing += entry.missing
         reader = self._tapes.get(entry.recorder)
         if reader is None:
