@@ -124,6 +124,7 @@ class Client:
         self._client = client
         self._id = f"request-{number}"
         self._last = ""
+        self._may_be_begun = False
         self._body = {
             "model": "mock",
             "messages": [{"role": "user", "content": f"Say {number}. " * (1 + number % 40)}],
@@ -140,15 +141,20 @@ class Client:
         self.used: Used | None = None
 
     async def read(self) -> Used:
-        """Read all of it."""
+        """Read all of it.
+
+        A stream whose first request broke off may have been begun, and is asked for before it is
+        begun again.
+        """
         watch = Stopwatch()
         for url in itertools.cycle(range(2)):
             watch.check(2 * PATIENCE, f"{self._id} is answered")
             base = self._stage.urls[url]
             with suppress(httpx2.HTTPError):
-                if self._last:
+                if self._may_be_begun:
                     await self._go("GET", f"{base}/v1/streams/{self._id}")
                 else:
+                    self._may_be_begun = True
                     await self._go("POST", f"{base}/v1/chat/completions", json=self._body)
             if self.used is not None:
                 return self.used
@@ -157,13 +163,20 @@ class Client:
 
     async def _go(self, method: str, url: str, **options: Any) -> None:
         headers = self._headers
-        if method == "GET":
+        if self._last:
             headers = {**headers, "Last-Event-ID": self._last}
         async with self._client.stream(method, url, headers=headers, **options) as answer:
-            if answer.status_code == 200:
+            status = answer.status_code
+            if status == 200:
+                assert method == "GET" or answer.headers["dynbus-resumable"] == "1", answer.headers
                 async for line in answer.aiter_lines():
                     self._take(line)
-            elif answer.status_code not in FOR_NOW:
+            elif method == "POST" and status in FOR_NOW:
+                self._may_be_begun = False
+            elif method == "GET" and status == 404 and not self._last:
+                # Nothing of it has reached the bus.
+                self._may_be_begun = False
+            elif status not in FOR_NOW:
                 await answer.aread()
                 raise AssertionError(f"{self._id} ended with {answer.status_code}: {answer.text}")
 
