@@ -158,8 +158,10 @@ class Part:
         return part
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def processes(self) -> list[psutil.Process]:
+        """All that were forked from it, and itself."""
+        one = psutil.Process(self._process.pid)
+        return [one, *one.children()]
 
     async def line(self) -> str:
         """The next line that it prints."""
@@ -171,7 +173,8 @@ class Part:
 
     async def _end(self) -> None:
         if self._process.returncode is None:
-            self._process.kill()
+            for one in self.processes:
+                one.kill()
         await self._process.wait()
 
 
@@ -208,11 +211,11 @@ async def measure(
         for server in list(servers.running.values()):
             await stack.enter_async_context(server)
         begun = perf_counter()
-        shares = [instances // processes + (at < instances % processes) for at in range(processes)]
-        parts = [await Part.start(stack, "serve", servers.url, share, together) for share in shares]
-        await asyncio.gather(*(part.line() for part in parts))
+        fleet = await Part.start(stack, "serve", servers.url, instances, together, processes)
+        for _ in range(processes):
+            await fleet.line()
         started = perf_counter() - begun
-        at_rest = await _watch(servers, parts, instances, rest)
+        at_rest = await _watch(servers, fleet, instances, rest)
         caller = await Part.start(stack, "call", servers.url, calls, rate, instances)
         await caller.line()
         before = servers.look()
@@ -242,18 +245,19 @@ async def measure(
 
 
 async def _watch(
-    servers: Servers, parts: list[Part], instances: int, seconds: float
+    servers: Servers, fleet: Part, instances: int, seconds: float
 ) -> dict[str, float]:
     """The costs of an instance at rest: of the servers and of its own process."""
 
     def spent() -> float:
-        return sum(sum(psutil.Process(part.pid).cpu_times()[:2]) for part in parts)
+        return sum(sum(one.cpu_times()[:2]) for one in fleet.processes)
 
     await asyncio.sleep(10.0)  # what the starts have left to do
     before, spent_before, begun = servers.look(), spent(), perf_counter()
     await asyncio.sleep(seconds)
     after, spent_after, took = servers.look(), spent(), perf_counter() - begun
-    memory = sum(psutil.Process(part.pid).memory_info().rss for part in parts)
+    # What processes share counts once.
+    memory = sum(one.memory_full_info().pss for one in fleet.processes)
     return {
         "server messages/s": (after.messages - before.messages) / took / instances,
         "server KiB": after.memory / 1024 / instances,

@@ -1,9 +1,10 @@
-"""A process of the fleet: many runtimes, each with an instance, or callers of them."""
+"""Processes of the fleet: runtimes with instances, or callers of them."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sys
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -45,7 +46,18 @@ def _say_ready() -> None:
     # and again, takes more of the processors than what is measured here.
     gc.collect()
     gc.freeze()
-    print("ready", flush=True)
+    # In one write: others write to the same pipe.
+    os.write(1, b"ready\n")
+
+
+def fork(processes: int) -> int:
+    """The number of this process among so many, all forked from what was imported once."""
+    gc.collect()
+    gc.freeze()
+    for number in range(1, processes):
+        if os.fork() == 0:
+            return number
+    return 0
 
 
 async def serve(url: str, count: int, together: int) -> None:
@@ -106,8 +118,12 @@ async def instances_of(runtime: Runtime) -> list[object]:
 
 if __name__ == "__main__":
     role, url, *numbers = sys.argv[1:]
+    if role == "serve":
+        instances, processes = int(numbers[0]), int(numbers[2])
+        number = fork(processes)
+        share = instances // processes + (number < instances % processes)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         if role == "serve":
-            runner.run(serve(url, int(numbers[0]), int(numbers[1])))
+            runner.run(serve(url, share, int(numbers[1])))
         else:
             runner.run(call(url, int(numbers[0]), float(numbers[1]), int(numbers[2])))

@@ -48,6 +48,30 @@ class Instance(NamedTuple):
         return self.record.metadata
 
 
+class _Choice:
+    """The instances of a component that may be chosen, in a stable order.
+
+    Each call asks for them, and each renewal of any brings a new record, so none of the two may go
+    through all.
+
+    Attributes:
+        until: when it is another choice, whatever happens.
+    """
+
+    __slots__ = ("_places", "instances", "until")
+
+    def __init__(self, instances: list[Instance], until: float) -> None:
+        self.instances = instances
+        self.until = until
+        self._places = {one.id: place for place, one in enumerate(instances)}
+
+    def renew(self, instance: Instance) -> None:
+        """Have a record that was renewed, if it is one of these."""
+        place = self._places.get(instance.id)
+        if place is not None:
+            self.instances[place] = instance
+
+
 class InstanceView:
     """All instances that are known, by component. Times are of one monotonic clock.
 
@@ -68,7 +92,7 @@ class InstanceView:
         self._back_at = 0.0
         self._renewal_grace = renewal_grace
         self._zone = zone
-        self._choice: dict[ComponentKey, list[Instance]] = {}
+        self._choice: dict[ComponentKey, _Choice] = {}
 
     def __repr__(self) -> str:
         count = sum(len(instances) for instances in self._instances.values())
@@ -94,8 +118,11 @@ class InstanceView:
             # The same record read again is no renewal.
             self._believed_until[name] = believed_until
         near = self._zone != "" and record.zone == self._zone
-        component[name.instance_id] = Instance(record, renewed, near, region)
-        self._choice.pop(name[:2], None)
+        instance = component[name.instance_id] = Instance(record, renewed, near, region)
+        if before is None or before.record.draining != record.draining:
+            self._choice.pop(name[:2], None)
+        elif (choice := self._choice.get(name[:2])) is not None:
+            choice.renew(instance)
         self._expired.pop(name, None)
         self._unseen.discard(name)
         news = before is None or before.record.incarnation != record.incarnation
@@ -127,6 +154,7 @@ class InstanceView:
         """We were cut off until now: who did not answer may have answered in vain."""
         self.outage_ended(now)
         self._suspect.clear()
+        self._choice.clear()
         self._back_at = now
 
     def was_judged_in_vain(self, found_at: float | None) -> bool:
@@ -186,6 +214,7 @@ class InstanceView:
     def suspect(self, name: InstanceName, now: float, seconds: float = SUSPECT_SECONDS) -> None:
         """Do not choose an instance until it renews, or for so long: it does not answer."""
         self._suspect[name] = now + seconds
+        self._choice.pop(name[:2], None)
 
     def is_suspect(self, name: InstanceName, now: float) -> bool:
         """True if an instance did not answer, and was not heard since."""
@@ -219,12 +248,11 @@ class InstanceView:
 
     def trust(self, name: InstanceName) -> bool:
         """End every suspicion of an instance; True when there was one."""
-        was_suspect = self._suspect.pop(name, None) is not None
-        if name not in self._absent:
-            return was_suspect
-        del self._absent[name]
-        self._choice.pop(name[:2], None)
-        return True
+        was_avoided = self._suspect.pop(name, None) is not None
+        was_avoided = self._absent.pop(name, None) is not None or was_avoided
+        if was_avoided:
+            self._choice.pop(name[:2], None)
+        return was_avoided
 
     def instances(self, namespace: str, component: str, now: float) -> list[Instance]:
         """The instances of a component that may be chosen, in a stable order."""
@@ -232,20 +260,24 @@ class InstanceView:
             self._delete_expired(now)
         key = (namespace, component)
         choice = self._choice.get(key)
-        if choice is None:
-            known = self._instances.get(key, {})
-            absent = self._absent
-            choice = [
-                one
-                for one in known.values()
-                if not one.record.draining and (*key, one.id) not in absent
-            ]
-            self._choice[key] = choice
-        if not self._suspect:
-            return choice
-        for suspect in [key for key, until in self._suspect.items() if until <= now]:
+        if choice is None or choice.until <= now:
+            choice = self._choice[key] = self._choose(key, now)
+        return choice.instances
+
+    def _choose(self, key: ComponentKey, now: float) -> _Choice:
+        for suspect in [name for name, until in self._suspect.items() if until <= now]:
             del self._suspect[suspect]
-        return [one for one in choice if (*key, one.id) not in self._suspect]
+        until, absent, suspects = math.inf, self._absent, self._suspect
+        instances: list[Instance] = []
+        for one in self._instances.get(key, {}).values():
+            name = InstanceName(*key, one.id)
+            if one.record.draining or name in absent:
+                continue
+            if name in suspects:
+                until = min(until, suspects[name])
+            else:
+                instances.append(one)
+        return _Choice(instances, until)
 
     def members(self, namespace: str, component: str, now: float) -> list[Instance]:
         """The instances of a component but for those that drain, in a stable order; also those that

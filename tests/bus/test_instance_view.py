@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
@@ -48,6 +50,53 @@ def test_an_instance_that_announced_itself_can_be_chosen() -> None:
 
     assert ids(view) == ["a", "b"]
     assert repr(view) == "<InstanceView [2 instances, 0 expired]>"
+
+
+def _do(view: InstanceView, step: tuple[str, str, float], now: float) -> None:
+    what, instance_id, number = step
+    name = InstanceName(*KEY, instance_id)
+    match what:
+        case "put":
+            view.put(record(instance_id, incarnation=str(number > 3)), now)
+        case "drain":
+            view.put(record(instance_id, draining=True), now)
+        case "delete":
+            view.delete(name)
+        case "suspect":
+            view.suspect(name, now, number)
+        case "absent":
+            view.note_absent(name, now)
+        case "trust":
+            view.trust(name)
+        case "expire":
+            view.expire(name, now)
+        case _:
+            view.came_back(now)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["put", "put", "drain", "delete", "suspect", "absent", "trust", "expire", "back"]
+            ),
+            st.sampled_from("abc"),
+            st.floats(0.0, 6.0),
+        ),
+        max_size=30,
+    )
+)
+def test_a_choice_is_the_same_whether_it_was_asked_for_before_or_not(
+    steps: list[tuple[str, str, float]],
+) -> None:
+    view = InstanceView()
+    for now, step in enumerate(steps):
+        _do(view, step, now)
+        chosen = view.instances(*KEY, now)
+        anew = InstanceView()
+        for at, earlier in enumerate(steps[: now + 1]):
+            _do(anew, earlier, at)
+        assert chosen == anew.instances(*KEY, now)
 
 
 def test_components_are_kept_apart() -> None:
