@@ -43,6 +43,7 @@ def grants_of(
     namespaces = namespaces or (address.namespace,)
     # Found too where nothing is called: a call that is not declared is refused at once then.
     grants = [hears_replies(principal), *serves(address), finds_instances()]
+    grants.append(Grant.of_recording(address.namespace))
     for other in actor.__dynbus_also__(address):
         grants += serves(other) if isinstance(other, ComponentName) else [takes(other)]
     grants += [takes(queue) for queue in _queues(address, actor)]
@@ -51,7 +52,8 @@ def grants_of(
         grants += _to_call(place, dependency, principal)
     calls_all_of = namespaces if actor.__dynbus_calls_all__ or actor.__dynbus_uses__ else ()
     for namespace in calls_all_of:
-        grants += [calls_all(namespace), hears_cancels(namespace)]
+        recording = Grant.of_recording(namespace)
+        grants += [calls_all(namespace), hears_cancels(namespace), recording]
     grants += actor.__dynbus_grants__(address, namespaces)
     return list(dict.fromkeys(grants))
 
@@ -95,6 +97,7 @@ def _to_call(
         options = actor.__dynbus_handlers__[queue.endpoint].durable
         yield submits(queue, ordered=options is not None and options.ordered_by is not None)
     yield hears_cancels(address.namespace)
+    yield Grant.of_recording(address.namespace)
 
 
 def _topics(address: ComponentName, actor: type[DeclaredActor]) -> Iterable[Grant]:

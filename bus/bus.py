@@ -30,7 +30,7 @@ from .telemetry.recent_log import recent_log
 from .transport import Connection, ConnectionState, Message, PublishOptions, publish_headers
 
 if TYPE_CHECKING:
-    from .flight import FlightRecorder
+    from .flight import FlightEvents, FlightRecorder
     from .telemetry.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class Bus:
         cancels: those of operators, which end calls that are served or made here.
         status: what the process says of how it is.
         held: requests that wait here for the first instance of what they ask.
+        flight: records what happens; None where nothing is recorded.
         known_instances: how many instances there were on the bus when they were last counted;
             0 in a process that serves none.
     """
@@ -101,6 +102,7 @@ class Bus:
             lane, replies.client_id, config.reply_prefixes, self.to_main, self.drop
         )
         self.background = Background("the bus", self.fail)
+        self.flight = self._begin_flight()
         self.questions = Questions(data, replies, self.background, self.bounce_handlers)
         self.failure: BaseException | None = None
         self._failure_listeners: list[Callable[[], object]] = []
@@ -282,6 +284,13 @@ class Bus:
 
         return FlightRecorder(self.data, self.background, namespace)
 
+    def _begin_flight(self) -> FlightEvents | None:
+        if not self.config.flight:
+            return None
+        from .flight import FlightEvents, FlightRecorder
+
+        return FlightEvents(partial(FlightRecorder, self.data, self.background))
+
     def count_instances(self, count: int) -> None:
         """Note how many instances there are; callable from any thread."""
         self.known_instances = count
@@ -302,6 +311,8 @@ class Bus:
         """Close both connections; what was published before is sent first."""
         for end in self._ends:
             end()
+        if self.flight is not None:
+            self.flight.close()
         self.questions.close()
         try:
             await self.background.close()

@@ -108,7 +108,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         embedded_open: whether an embedded server that is started takes any program of this machine,
             and not those of its user alone.
         debug: send a handler's traceback to its caller.
-        flight: record what is decided and why, without prompts, in the stream
+        flight: record what happens, and what is decided and why, without prompts, in the stream
             `DYNBUS_FLIGHT_{namespace}`, of which `dynbus record` saves files.
         schema_check: what a typed client does about an instance of another version of its class:
             `warn` of it in the log, or `off` for nothing.

@@ -457,13 +457,30 @@ class Invocation:
             self._wait_until = None
             if self._observation is not None:
                 self._observation.migrated(error)
+            self._record("moved", error)
         elif isinstance(decision, PauseThenRetry):
             selection.forget_tried()
+            self._record("retried", error)
             await self._pause(decision, error)
         else:
+            self._record("retried", error)
             if not decision.counted:
                 self._attempts -= 1
             selection.mark_tried(self.instance_id)
+
+    def _record(self, what: str, error: DynbusError) -> None:
+        """Record what follows an attempt that ended with an error."""
+        flight = self.side.bus.flight
+        if flight is not None:
+            flight.note(
+                self.endpoint.namespace,
+                f"call.{what}",
+                str(self.endpoint),
+                self.request_id,
+                attempt=self._attempts,
+                instance=self.instance_id,
+                error=error.code,
+            )
 
     def _failed(
         self, error: DynbusError, attempt: Attempt | None, *, answered: bool

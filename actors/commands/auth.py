@@ -98,7 +98,8 @@ def caller(namespaces: Sequence[str]) -> list[Grant]:
     """The grants to call everything in the namespaces."""
     grants = [finds_instances()]
     for namespace in namespaces:
-        grants += [calls_all(namespace), hears_cancels(namespace)]
+        recording = Grant.of_recording(namespace)
+        grants += [calls_all(namespace), hears_cancels(namespace), recording]
     return grants
 
 

@@ -1,11 +1,11 @@
-"""`dynbus record` and `dynbus replay`: a namespace's flight saved as a file, and run again."""
+"""`dynbus record` and `dynbus replay`: a namespace's flight in a file, read and run again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import click
 
@@ -14,7 +14,7 @@ from dynbus.bus.commands.terminal import terminal
 
 if TYPE_CHECKING:
     from dynbus.bus.commands.server import Server
-    from dynbus.bus.flight import Entry
+    from dynbus.bus.flight import Entry, Event
 
 ENTRY_POINTS: Final = "dynbus.replay"
 """The group of classes, `ReplayPart`s, each of which runs a part of a flight again."""
@@ -52,14 +52,16 @@ class ReplayPart(Protocol):
 
 @click.group()
 def record() -> None:
-    """Save what a namespace has recorded.
+    """Save and read what a namespace has recorded.
 
-    Processes with `flight: true` under `bus:`, or DYNBUS_FLIGHT=true, record what they decide, and
-    all that it was decided by: requests by the hashes of their blocks, never by their text. The
-    stream DYNBUS_FLIGHT_{namespace} keeps the last day of it, as far as 256 MiB reach.
+    Processes with `flight: true` under `bus:`, or DYNBUS_FLIGHT=true, record what happens to them,
+    what routers decide, and all that it was decided by: requests by the hashes of their blocks,
+    never by their text. The stream DYNBUS_FLIGHT_{namespace} keeps the last day of it, as far as
+    256 MiB reach.
 
     \b
     dynbus record save incident.flight --namespace llm --from 2h
+    dynbus record show incident.flight
     dynbus replay incident.flight
     """
 
@@ -75,8 +77,8 @@ def save(
 ) -> None:
     """Write a part of a namespace's flight into FILE, which must not be there yet.
 
-    It has no prompt, no text of an answer, and no name but those of components, instances, zones
-    and policies.
+    It has no prompt, no text of an answer, and no name but those of components, instances, models,
+    zones and policies.
     """
     import asyncio
     import time
@@ -97,6 +99,81 @@ def save(
     head = FlightHead(namespace, first, last, metadata.version("dynbus"))
     count = write_flight(file, head, messages)
     terminal.notice(f"{file}: {count} messages, {file.stat().st_size} bytes")
+
+
+@record.command(epilog=exit_codes.GENERAL)
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--request", metavar="ID", help="Only what happened to the request of this id.")
+@terminal.json_option
+def show(file: Path, request: str | None, as_json: bool) -> None:
+    """Print what happened in FILE, in the order of time.
+
+    That is: instances that were ready, drained, stopped, broken or lost, calls that were tried
+    again or moved to another instance, and requests of front ends that have ended. With --json
+    there is one object in each line.
+    """
+    from datetime import UTC, datetime
+
+    import msgspec
+
+    from dynbus.bus.flight import digest_of_request, read_flight
+
+    wanted = None if request is None else digest_of_request(request)
+    for happened in _happened(read_flight(file).entries):
+        if wanted is not None and happened.request != wanted:
+            continue
+        at = datetime.fromtimestamp(happened.time, UTC).isoformat(timespec="milliseconds")
+        row = {
+            "time": at.replace("+00:00", "Z"),
+            "what": happened.what,
+            "who": happened.who,
+            **({"request": happened.request} if happened.request else {}),
+            **happened.details,
+        }
+        if as_json:
+            click.echo(msgspec.json.encode(row))
+            continue
+        head = " ".join(str(row.pop(name)) for name in ("time", "what", "who"))
+        click.echo(terminal.plain(" ".join([head, *(f"{k}={v}" for k, v in row.items())])))
+
+
+class _Happened(NamedTuple):
+    """One line of a flight.
+
+    Attributes:
+        time: Unix seconds.
+    """
+
+    time: float
+    what: str
+    who: str
+    request: str = ""
+    details: Mapping[str, Any] = {}
+
+
+def _happened(entries: Iterable[Entry]) -> list[_Happened]:
+    """All events, and the gaps in what was recorded, in the order of time."""
+    import msgspec
+
+    from dynbus.bus.flight import EVENT, decode_event
+
+    lines: list[_Happened] = []
+    for entry in entries:
+        missing = entry.missing
+        if entry.kind == EVENT:
+            try:
+                lines.append(_Happened(entry.time, *_fields(decode_event(entry.body))))
+            except msgspec.DecodeError:
+                missing += 1
+        if missing:
+            lines.append(
+                _Happened(entry.time, "records.missing", entry.recorder, "", {"count": missing})
+            )
+    return sorted(lines, key=lambda line: line.time)
+
+
+def _fields(event: Event) -> tuple[str, str, str, Mapping[str, Any]]:
+    return event.what, event.who, event.request, event.details
 
 
 async def _read(server: Server, namespace: str, first: float, last: float) -> list[bytes]:

@@ -355,6 +355,7 @@ class ServedInstance:
         # One that is not announced may announce others under this very name.
         level = logging.INFO if self.announced else logging.DEBUG
         logger.log(level, "%s is ready", self.name)
+        self._record("ready")
         try:
             await self._wait_and_close()
         except BaseException as error:
@@ -368,6 +369,7 @@ class ServedInstance:
             self._on_end(self)
             self.stopped.set()
             logger.log(level, "%s is stopped", self.name)
+            self._record("stopped", well=self._stop_failure is None)
 
     async def _wait_and_close(self) -> None:
         """Close when it is asked for, and at once when other work of the background has failed."""
@@ -431,7 +433,9 @@ class ServedInstance:
             await self._drain_what_is_elsewhere()
             return
         self._bus.lane.call(lambda: keeper.change(draining=True))
-        if load := self.server.execution.load:
+        load = self.server.execution.load
+        self._record("draining", load=load, grace=self._grace)
+        if load:
             logger.info(
                 "%s: calls that run or wait: %d; they have %g s to finish",
                 *(self.name, load, round(self._grace, 1)),
@@ -506,6 +510,7 @@ class ServedInstance:
             return
         self.broken = reason or "it gave no reason"
         logger.error("%s; it is withdrawn", InstanceBroken(self))
+        self._record("broken", hung=bool(self.hung))
         if state is InstanceState.STARTING:
             self._opening.cancel()
             return
@@ -519,7 +524,13 @@ class ServedInstance:
         """Another process holds our id, since we were away for longer than our lease: two that
         serve under one id would run every request twice."""
         logger.error("%s is served by another process; this instance stops", self.id)
+        self._record("taken_over")
         self._stop_unattended(0.0)
+
+    def _record(self, what: str, **details: float) -> None:
+        flight = self._bus.flight
+        if flight is not None and self.announced:
+            flight.note(self.name.namespace, f"instance.{what}", str(self.name), **details)
 
     # Its lease -----------------------------------------------------------------------------
 

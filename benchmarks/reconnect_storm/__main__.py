@@ -244,9 +244,7 @@ async def measure(
         )
 
 
-async def _watch(
-    servers: Servers, fleet: Part, instances: int, seconds: float
-) -> dict[str, float]:
+async def _watch(servers: Servers, fleet: Part, instances: int, seconds: float) -> dict[str, float]:
     """The costs of an instance at rest: of the servers and of its own process."""
 
     def spent() -> float:

@@ -447,6 +447,10 @@ class Caller:
         # One that nobody waits for has left, as instances do.
         level = logging.WARNING if calls else logging.DEBUG
         logger.log(level, "%s is gone; calls that were open at it: %d", remote.name, len(calls))
+        flight, name = self.bus.flight, remote.name
+        if flight is not None:
+            lost = partial(flight.note, name.namespace, "instance.lost", str(name))
+            self.bus.to_main(partial(lost, calls=len(calls)))
         self._open.forget(remote)
         now = monotonic()
         silent = self._silent.copy().items()  # the lane takes some away

@@ -61,6 +61,20 @@ _ENCODINGS: Final = {"content-encoding": "identity", "transfer-encoding": "chunk
 """The headers that say how a body is encoded, and what of it is understood."""
 
 
+_RECORDED: Final = (
+    "model",
+    "prompt_tokens",
+    "completion_tokens",
+    "instances",
+    "prepared_ms",
+    "sent_ms",
+    "first_token_ms",
+    "end_ms",
+    "inter_token_ms",
+    "error",
+)
+"""The fields of a request's log that are in the flight."""
+
 _REFUSALS: Final = frozenset((400, 404, 413, 422, 429))
 """The statuses of what engines refuse: where nothing came before, nothing was used."""
 
@@ -519,11 +533,25 @@ class Exchange(ABC):
         if usage is not None:
             shared.metrics.count_tokens(self._model, self._caller.tenant, usage)
         self._trace.ended(status, writer.error, timing, self._work, self._content)
-        if logger.isEnabledFor(logging.INFO):
-            fields = self._log_fields(now)
+        is_logged = logger.isEnabledFor(logging.INFO)
+        is_recorded = shared.models.is_recorded
+        if not is_logged and not is_recorded:
+            return
+        fields = self._log_fields(now)
+        if is_recorded:
+            self._record(status, fields)
+        if is_logged:
             text = " ".join(f"{name}={value}" for name, value in fields.items())
             asked = {"method": self._scope["method"], "path": self._path, "status": status}
             logger.info("%s %s %s %s", *asked.values(), text, extra={**asked, **fields})
+
+    def _record(self, status: int, fields: Mapping[str, str | int | float]) -> None:
+        """Have it in the flight, without names and texts."""
+        known = {name: fields[name] for name in _RECORDED if name in fields}
+        caller = self._caller
+        self._shared.models.record(
+            self._model, self._path, caller.request_id, caller.tenant, status=status, **known
+        )
 
     def _log_names(self) -> dict[str, str]:
         """The further names of its request in the log."""

@@ -329,6 +329,26 @@ class Models:
             *(instance.name.namespace for instance in self._runtime.instances.values()),
         }
 
+    @property
+    def is_recorded(self) -> bool:
+        """True if there is a flight to record requests in."""
+        return self._runtime.bus.flight is not None
+
+    def record(
+        self, model: str, path: str, request_id: str, tenant: str, /, **details: str | int | float
+    ) -> None:
+        """Have a request that has ended in the flight of its model's namespace, of several the
+        first; what is not known as a model is in none."""
+        flight = self._runtime.bus.flight
+        namespace = min(
+            (one.card.endpoint_name.namespace for one in self._named(model)), default=""
+        )
+        if flight is None or not namespace:
+            return
+        if tenant:
+            details["tenant"] = flight.digest(tenant)
+        flight.note(namespace, "request.ended", path, request_id, **details)
+
     def stop_holding(self) -> None:
         """Hold no requests any more; those that are held end with `Draining`."""
         self._is_holding = False

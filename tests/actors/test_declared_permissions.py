@@ -120,6 +120,7 @@ def test_an_actor_that_calls_nothing_publishes_to_nobody() -> None:
         "hears cancels in demo",
         "hears operators of runs in demo",
         "finds instances",
+        "records the flight of demo",
         "takes jobs of demo.Printer.print",
     ]
 
@@ -132,6 +133,7 @@ def test_an_actor_calls_its_dependencies_and_durable_ones_by_their_queue() -> No
         "hears cancels in demo",
         "hears operators of runs in demo",
         "finds instances",
+        "records the flight of demo",
         "calls demo.Printer",
         "submits jobs of demo.Printer.print",
     ]
@@ -157,6 +159,7 @@ def test_a_class_says_what_it_uses_besides_and_as_whom_it_is_found() -> None:
         "hears cancels in demo",
         "hears operators of runs in demo",
         "finds instances",
+        "records the flight of demo",
         "serves demo.Other",
         "holds leases of demo.Other",
         "takes jobs of demo.Other.work",
@@ -166,19 +169,20 @@ def test_a_class_says_what_it_uses_besides_and_as_whom_it_is_found() -> None:
 
 
 def test_who_calls_what_it_finds_calls_into_the_namespaces_that_are_given() -> None:
-    assert purposes_of(Searching, namespaces=["demo", "other"])[6:] == [
+    assert purposes_of(Searching, namespaces=["demo", "other"])[7:] == [
         "calls all of demo",
         "calls all of other",
         "hears cancels in other",
+        "records the flight of other",
     ]
 
 
 def test_an_actor_publishes_the_topics_that_it_declares_or_inherits() -> None:
-    assert purposes_of(Selling)[6:] == [
+    assert purposes_of(Selling)[7:] == [
         "publishes events of demo.prices",
         "publishes events of shared.orders",
     ]
-    (prices, orders) = grants_of(ComponentName("demo", "Selling"), Selling, {}, principal="p")[6:]
+    (prices, orders) = grants_of(ComponentName("demo", "Selling"), Selling, {}, principal="p")[7:]
     assert prices.publish == ("demo._topic.prices._event.*",)
     assert orders.publish == (
         "shared._topic.orders._event.*",
@@ -187,7 +191,7 @@ def test_an_actor_publishes_the_topics_that_it_declares_or_inherits() -> None:
 
 
 def test_an_actor_hears_topics_for_itself_and_in_groups() -> None:
-    assert purposes_of(Listening)[6:] == [
+    assert purposes_of(Listening)[7:] == [
         "hears events of shared.orders",
         "hears events of demo.prices",
         "takes events of shared.orders in the group books",
@@ -195,7 +199,7 @@ def test_an_actor_hears_topics_for_itself_and_in_groups() -> None:
     ]
     itself, plainly, books, audit = grants_of(
         ComponentName("demo", "Listening"), Listening, {}, principal="p"
-    )[6:]
+    )[7:]
     assert plainly.subscribe == ("demo._topic.prices._event.*",)
     assert itself.subscribe == books.subscribe == audit.subscribe == ()
     taking = "$JS.API.CONSUMER.MSG.NEXT.DYNBUS_TOPIC_shared+orders"

@@ -271,7 +271,7 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
         may("publish what the cache of an Engine holds", "publish", "demo.Engine._kv.i.0", "Engine operator"),
         may("publish for another component", "publish", "demo.Printer._kv.i.0", "operator"),
         may("read what another last said of its cache", "publish", "$JS.API.STREAM.MSG.GET.DYNBUS_EVENTS_demo", "Engine Router frontend operator"),
-        may("record what a router decides", "publish", "_flight.demo.x", "Router frontend"),
+        may("record what happens and is decided", "publish", "_flight.demo.x", SERVING | {"caller"}),
         may("read what routers have recorded", "publish", "$JS.API.CONSUMER.CREATE.DYNBUS_FLIGHT_demo.x", "operator"),
         may("tell other regions what the cache of an Engine holds", "publish", "_kv_abroad.eu.demo.Engine.i.0", "Engine"),
         may("tell them so of another component", "publish", "_kv_abroad.eu.demo.Printer.i.0"),

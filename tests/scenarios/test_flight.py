@@ -48,7 +48,8 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
         stream = flight_stream("llm").name
 
         async def is_stored() -> bool:
-            return (await jetstream.stream_info(stream)).messages > 0
+            # Of the router, and of the instances.
+            return (await jetstream.stream_info(stream)).messages > 1
 
         await eventually(is_stored, what="the flight is stored")
         saved = await invoke(
@@ -59,6 +60,7 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
         )
 
     same = await invoke(replay, str(path), "--json")
+    shown = await invoke(record, "show", str(path))
     other = await invoke(replay, str(path), "--set", "policy=dynamo")
     wrong = await invoke(replay, str(path), "--set", "polcy=dynamo")
 
@@ -67,6 +69,9 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
     assert same.exit_code == 0, same.output
     routing = json.loads(same.output)["routing"]
     assert (routing["decisions"], routing["same"]) == (CALLS, CALLS)
+    assert shown.exit_code == 0, shown.output
+    whos = [line.split()[1:] for line in shown.output.splitlines()]
+    assert sorted(whos) == [["instance.ready", f"llm.Worker@{name}"] for name in "abc"]
     assert other.exit_code == 0, other.output
     assert f"of {CALLS} decisions as on record" in other.output
     assert isinstance(wrong.exception, ConfigError)

@@ -292,10 +292,11 @@ async def served(
     *,
     template: str = CHATML,
     telemetry: Telemetry | None = None,
+    flight: bool = False,
     **settings: Any,
 ) -> AsyncGenerator[Served]:
     """A front end at a free port, and its engines, on a bus in memory."""
-    async with TestKit(telemetry=telemetry) as kit:
+    async with TestKit(telemetry=telemetry, flight=flight) as kit:
         for engine in (ScriptedEngine, PlainEngine, TextEngine):
             await kit.start(engine)
         catalog = FixedCatalog(cards, template)

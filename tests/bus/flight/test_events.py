@@ -1,0 +1,59 @@
+"""What happens to instances and calls is on record, with no id of a request and no text."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from tests.flights import events_on
+
+from dynbus import Actor, Unavailable, call_options, handler
+from dynbus.bus.flight import digest_of_request, flight_stream
+from dynbus.bus.flight.events import Event
+from dynbus.testing import TestKit, run
+
+
+class Echo(Actor, namespace="flown"):
+    refuses = False
+
+    @handler(idempotent=True)
+    async def say(self, text: str) -> str:
+        if type(self).refuses:
+            type(self).refuses = False
+            raise Unavailable("not just now")
+        return text
+
+
+def test_the_life_of_an_instance_and_a_call_that_is_tried_again_are_on_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story() -> list[Event]:
+        async with TestKit(flight=True) as kit:
+            first = await kit.start(Echo)
+            await anyio.sleep(1.0)
+            monkeypatch.setattr(Echo, "refuses", True)
+            with call_options(request_id="secret"):
+                assert await kit.client(Echo).say("hidden") == "hidden"
+            await anyio.sleep(1.0)
+            await first.stop()
+            await anyio.sleep(1.0)
+            return await events_on(kit.bus, "flown")
+
+    happened = run(story())
+
+    whats = [one.what for one in happened]
+    assert whats == ["instance.ready", "call.retried", "instance.draining", "instance.stopped"]
+    retried = happened[1]
+    assert (retried.who, retried.request) == ("flown.Echo.say", digest_of_request("secret"))
+    assert (retried.details["error"], retried.details["attempt"]) == ("Unavailable", 1)
+    assert "secret" not in repr(happened)
+    assert "hidden" not in repr(happened)
+
+
+def test_nothing_is_on_record_unless_it_is_asked_for() -> None:
+    async def story() -> set[str]:
+        async with TestKit() as kit:
+            await kit.start(Echo)
+            await anyio.sleep(1.0)
+            return set(kit.bus.jetstream.streams)
+
+    assert flight_stream("flown").name not in run(story())
