@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS: Final = "dynbus.replay"
 """The group of classes, `ReplayPart`s, each of which runs a part of a flight again."""
+TRAFFIC: Final = "dynbus.traffic"
+"""The group of the class, a `TrafficReader`, that has requests of a flight as a trace."""
 READ_SECONDS: Final = 600.0
 
 
@@ -50,6 +52,26 @@ class ReplayPart(Protocol):
         ...
 
 
+class TrafficReader(Protocol):
+    """The requests of a flight; it is made with the `namespace.component` that they were for.
+
+    Attributes:
+        left_out: requests that cannot be read, by the reason.
+    """
+
+    left_out: Mapping[str, int]
+
+    def __init__(self, target: str) -> None: ...
+
+    def take(self, entry: Entry) -> None:
+        """Take the next record; one that is of something else is passed over."""
+        ...
+
+    def lines(self) -> Iterator[str]:
+        """The trace, a line for each request."""
+        ...
+
+
 @click.group()
 def record() -> None:
     """Save and read what a namespace has recorded.
@@ -62,6 +84,7 @@ def record() -> None:
     \b
     dynbus record save incident.flight --namespace llm --from 2h
     dynbus record show incident.flight
+    dynbus record trace incident.flight > trace.jsonl
     dynbus replay incident.flight
     """
 
@@ -135,6 +158,33 @@ def show(file: Path, request: str | None, as_json: bool) -> None:
             continue
         head = " ".join(str(row.pop(name)) for name in ("time", "what", "who"))
         click.echo(terminal.plain(" ".join([head, *(f"{k}={v}" for k, v in row.items())])))
+
+
+@record.command(epilog=exit_codes.GENERAL)
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--target", metavar="NS.COMPONENT", default="", help="Whose requests, of several.")
+def trace(file: Path, target: str) -> None:
+    """Print the requests that routers were asked in FILE, as `dynbus lab replay` takes them.
+
+    So the traffic of a day is played to other numbers of engines, and to other policies.
+
+    \b
+    dynbus record trace incident.flight > trace.jsonl
+    dynbus lab replay trace.jsonl --instances 12 --policy kv,dynamo --plot ttft.svg
+    """
+    from dynbus.bus.errors import ConfigError
+    from dynbus.bus.flight import read_flight
+
+    known = list(metadata.entry_points(group=TRAFFIC))
+    if not known:
+        raise ConfigError("nothing is installed here that reads the requests of routers")
+    reader: TrafficReader = known[0].load()(target)
+    for entry in read_flight(file).entries:
+        reader.take(entry)
+    for line in reader.lines():
+        click.echo(line)
+    for why, count in reader.left_out.items():
+        terminal.notice(f"{count} requests are left out: {why}")
 
 
 class _Happened(NamedTuple):

@@ -18,11 +18,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus import Context, DynbusError
+from dynbus import DynbusError
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.routing import tape
 from dynbus.kvrouter.routing.config import RouterConfig, RouterSettings, configured
-from dynbus.kvrouter.routing.cost import RequestShape
 from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.profiles import InstanceProfile
 from dynbus.kvrouter.routing.queue import SchedulingRequest, Ticket
@@ -134,7 +133,7 @@ class Replay:
         Raises:
             ConfigError: a policy cannot be loaded.
         """
-        record = _read(entry)
+        record = read_record(entry)
         if record is None:
             return
         outcome = self.outcome
@@ -167,7 +166,7 @@ _RECORDS: Final = msgspec.msgpack.Decoder(
 )
 
 
-def _read(entry: TapeEntry) -> Any:
+def read_record(entry: TapeEntry) -> Any:
     """The record of a router's tape; None for any other."""
     if not entry.kind.startswith(tape.KIND):
         return None
@@ -286,8 +285,7 @@ class _TapeReader:
         self._load: SharedLoad | None = None
         self._profiles: dict[int, InstanceProfile] = {}
         self._offered: dict[int, list[InstanceProfile]] = {}
-        # Of prompts by the sequence hashes of their beginnings: all their blocks, and how many.
-        self._prompts: dict[int, tuple[NDArray[np.uint64], int]] = {}
+        self._prompts = tape.TapedPrompts()
         # The number that a decision has now, by that on record.
         self._numbers: dict[int, int] = {}
         self._waiting: dict[int, Ticket] = {}
@@ -439,28 +437,9 @@ class _TapeReader:
 
     def _request(self, record: tape.Submitted) -> SchedulingRequest | None:
         profiles = self._offered.get(record.offered)
-        if len(record.blocks) % 8:
+        shape = self._prompts.read(record)
+        if shape is None or profiles is None:
             return None
-        blocks = np.frombuffer(record.blocks, "<u8").astype(np.uint64)
-        if record.known:
-            earlier, length = self._prompts.get(record.known_hash, (blocks, -1))
-            if length != record.known:
-                return None
-            blocks = np.concatenate([earlier[:length], blocks])
-        if profiles is None:
-            return None
-        metadata = {Context.TENANT_KEY: record.tenant} if record.tenant else {}
-        shape = RequestShape(
-            record.prompt_tokens,
-            record.block_size,
-            blocks,
-            record.expected_output_tokens,
-            record.priority,
-            metadata,
-        )
-        hashes = shape.sequence_hashes
-        for place in range(record.known + tape.MARK_EVERY, len(hashes) + 1, tape.MARK_EVERY):
-            self._prompts[hashes[place - 1]] = blocks, place
         return SchedulingRequest(
             str(record.serial),
             shape,

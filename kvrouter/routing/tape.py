@@ -441,6 +441,48 @@ class TapeWriter:
         return sorted(map(self._digest, words))
 
 
+# Reading it ----------------------------------------------------------------------------------
+
+
+class TapedPrompts:
+    """The prompts of a tape, put together again from what they share with earlier ones."""
+
+    def __init__(self) -> None:
+        # By the sequence hashes of their beginnings: all their blocks, and how many.
+        self._known: dict[int, tuple[NDArray[np.uint64], int]] = {}
+
+    def __repr__(self) -> str:
+        return f"<TapedPrompts [{len(self._known)} beginnings]>"
+
+    def clear(self) -> None:
+        """Forget all: the tape begins anew, or lacks records."""
+        self._known.clear()
+
+    def read(self, record: Submitted) -> RequestShape | None:
+        """The prompt of a request; None where what it refers to is not known."""
+        if len(record.blocks) % 8:
+            return None
+        blocks = np.frombuffer(record.blocks, "<u8").astype(np.uint64)
+        if record.known:
+            earlier, length = self._known.get(record.known_hash, (blocks, -1))
+            if length != record.known:
+                return None
+            blocks = np.concatenate([earlier[:length], blocks])
+        metadata = {Context.TENANT_KEY: record.tenant} if record.tenant else {}
+        shape = RequestShape(
+            record.prompt_tokens,
+            record.block_size,
+            blocks,
+            record.expected_output_tokens,
+            record.priority,
+            metadata,
+        )
+        hashes = shape.sequence_hashes
+        for place in range(record.known + MARK_EVERY, len(hashes) + 1, MARK_EVERY):
+            self._known[hashes[place - 1]] = blocks, place
+        return shape
+
+
 def seen_prompt(hashes: Sequence[int] | NDArray[np.uint64]) -> SeenPrompt:
     """The prompt with blocks of these hashes, as it was looked for."""
     return len(hashes), int(hashes[-1]) if len(hashes) else 0

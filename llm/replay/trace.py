@@ -3,8 +3,9 @@
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
 `timestamp` is in milliseconds, and each of `hash_ids` names a block of 512 tokens with all
-blocks before it; the last one may be incomplete. The tokens themselves are not known: block `h`
-is taken to hold the ids `512 * h`, `512 * h + 1`, ..., so that equal ids are equal tokens.
+blocks before it; the last one may be incomplete. Lines may say of how many tokens their blocks are,
+by `block_size`. The tokens themselves are not known: block `h` is taken to hold the ids `512 * h`,
+`512 * h + 1`, ..., so that equal ids are equal tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from dynbus import ConfigError
 from dynbus.kvrouter import block_hashes
 
 TRACE_BLOCK: Final = 512
-"""Tokens of a block in the trace."""
-
-_MOST_IDS: Final = (1 << 32) // TRACE_BLOCK
+"""Tokens of a block in a trace that does not say otherwise."""
 
 
 class InvalidTrace(ConfigError):
@@ -36,6 +35,7 @@ class _Record(msgspec.Struct, frozen=True):
     input_length: int
     output_length: int
     hash_ids: list[int]
+    block_size: int = TRACE_BLOCK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +45,9 @@ class TraceRequest:
     Attributes:
         line: its number in the file, from 1 on.
         arrival: seconds after the beginning of the trace.
-        hash_ids: of its blocks of 512 tokens; shape [blocks].
+        hash_ids: of its blocks in the trace; shape [blocks].
         block_hashes: of its complete blocks of the engine's size.
+        trace_block: tokens of a block in the trace.
     """
 
     id: str
@@ -56,11 +57,12 @@ class TraceRequest:
     output_tokens: int
     hash_ids: NDArray[np.int64]
     block_hashes: NDArray[np.uint64]
+    trace_block: int = TRACE_BLOCK
 
     @property
     def tokens(self) -> NDArray[np.uint32]:
         """The token ids of the prompt; of shape [prompt_tokens]."""
-        return _tokens(self.hash_ids).reshape(-1)[: self.prompt_tokens]
+        return _tokens(self.hash_ids, self.trace_block).reshape(-1)[: self.prompt_tokens]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,25 +92,26 @@ def read_trace(
     """Read a trace, and hash its prompts in blocks of the engine's size.
 
     Args:
-        block_size: a part of 512 without remainder.
+        block_size: a part of the trace's blocks without remainder.
         limit: take only so many of the first requests.
         progress: is told how many requests are read.
 
     Raises:
         InvalidTrace: a line is no request, with its number; or there is none at all.
         OSError: the file cannot be read.
-        ValueError: `block_size` does not divide 512.
+        ValueError: `block_size` does not divide those.
     """
-    if block_size < 1 or TRACE_BLOCK % block_size:
-        raise ValueError(
-            f"block_size = {block_size}: a block of the trace has {TRACE_BLOCK} tokens, choose a "
-            "size that divides it"
-        )
     with path.open("rb") as lines:
         parsed = list(_parse(lines, path, limit))
     if not parsed:
         raise InvalidTrace(f"{path} has no request")
-    known = _BlockHashes(block_size)
+    trace_block = parsed[0][1].block_size
+    if block_size < 1 or trace_block % block_size:
+        raise ValueError(
+            f"block_size = {block_size}: a block of the trace has {trace_block} tokens, choose a "
+            "size that divides it"
+        )
+    known = _BlockHashes(block_size, trace_block)
     requests: list[TraceRequest] = []
     began = parsed[0][1].timestamp
     for at, (line, record) in enumerate(parsed):
@@ -123,6 +126,7 @@ def read_trace(
                 record.output_length,
                 ids,
                 blocks,
+                trace_block,
             )
         )
         if progress is not None and at % 256 == 0:
@@ -134,7 +138,7 @@ def _parse(lines: Iterable[bytes], path: Path, limit: int | None) -> Iterator[tu
     """The requests with the numbers of their lines; empty lines are left out."""
     decoder = msgspec.json.Decoder(_Record)
     before = -np.inf
-    count = 0
+    count = trace_block = 0
     for number, text in enumerate(lines, 1):
         if limit is not None and count >= limit:
             return
@@ -151,7 +155,11 @@ def _parse(lines: Iterable[bytes], path: Path, limit: int | None) -> Iterator[tu
                 f"{where}: timestamp {record.timestamp:g} is before {before:g} of the line above: "
                 "sort the trace by time"
             )
-        before = record.timestamp
+        if trace_block and record.block_size != trace_block:
+            raise InvalidTrace(
+                f"{where}: block_size = {record.block_size}, and the lines above have {trace_block}"
+            )
+        before, trace_block = record.timestamp, record.block_size
         count += 1
         yield number, record
 
@@ -162,30 +170,34 @@ def _check(record: _Record, where: str) -> None:
             f"{where}: input_length = {record.input_length} and output_length = "
             f"{record.output_length} must both be 1 at least"
         )
-    wanted = -(-record.input_length // TRACE_BLOCK)
+    if not 1 <= record.block_size <= TRACE_BLOCK:
+        raise InvalidTrace(f"{where}: block_size = {record.block_size} is not 1 to {TRACE_BLOCK}")
+    wanted = -(-record.input_length // record.block_size)
     if len(record.hash_ids) != wanted:
         raise InvalidTrace(
             f"{where}: {len(record.hash_ids)} hash_ids for {record.input_length} tokens, which "
-            f"are {wanted} blocks of {TRACE_BLOCK}"
+            f"are {wanted} blocks of {record.block_size}"
         )
+    most = (1 << 32) // record.block_size
     for hash_id in record.hash_ids:
-        if not 0 <= hash_id < _MOST_IDS:
-            raise InvalidTrace(f"{where}: hash id {hash_id} is not from 0 to {_MOST_IDS - 1}")
+        if not 0 <= hash_id < most:
+            raise InvalidTrace(f"{where}: hash id {hash_id} is not from 0 to {most - 1}")
 
 
-def _tokens(hash_ids: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """The token ids of blocks; of shape [blocks, 512]."""
-    first = (hash_ids * TRACE_BLOCK)[:, np.newaxis]
-    return (first + np.arange(TRACE_BLOCK)).astype(np.uint32)
+def _tokens(hash_ids: NDArray[np.int64], trace_block: int) -> NDArray[np.uint32]:
+    """The token ids of blocks; of shape [blocks, trace_block]."""
+    first = (hash_ids * trace_block)[:, np.newaxis]
+    return (first + np.arange(trace_block)).astype(np.uint32)
 
 
 class _BlockHashes:
     """The block hashes of trace blocks, each made once."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, trace_block: int) -> None:
         self._block_size = block_size
+        self._trace_block = trace_block
         self._rows: dict[int, int] = {}
-        self._hashes = np.empty((1024, TRACE_BLOCK // block_size), dtype=np.uint64)
+        self._hashes = np.empty((1024, trace_block // block_size), dtype=np.uint64)
 
     def of(self, hash_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
         """The hashes of the engine's blocks in these blocks of the trace, one after the other."""
@@ -196,7 +208,9 @@ class _BlockHashes:
             first, last = len(rows), len(rows) + len(new)
             while last > len(self._hashes):
                 self._hashes = np.concatenate((self._hashes, np.empty_like(self._hashes)))
-            made = block_hashes(_tokens(np.array(new)).reshape(-1), self._block_size)
+            made = block_hashes(
+                _tokens(np.array(new), self._trace_block).reshape(-1), self._block_size
+            )
             self._hashes[first:last] = made.reshape(len(new), -1)
             rows.update(zip(new, range(first, last), strict=True))
         return self._hashes[[rows[each] for each in ids]].reshape(-1)

@@ -61,6 +61,7 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
 
     same = await invoke(replay, str(path), "--json")
     shown = await invoke(record, "show", str(path))
+    traced = await invoke(record, "trace", str(path))
     other = await invoke(replay, str(path), "--set", "policy=dynamo")
     wrong = await invoke(replay, str(path), "--set", "polcy=dynamo")
 
@@ -69,6 +70,10 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
     assert same.exit_code == 0, same.output
     routing = json.loads(same.output)["routing"]
     assert (routing["decisions"], routing["same"]) == (CALLS, CALLS)
+    assert traced.exit_code == 0, traced.output
+    lines = [json.loads(line) for line in traced.output.splitlines()]
+    asked_for = sorted((4 + number % 9) * BLOCK for number in range(CALLS))
+    assert sorted(line["input_length"] for line in lines) == asked_for
     assert shown.exit_code == 0, shown.output
     whos = [line.split()[1:] for line in shown.output.splitlines()]
     assert sorted(whos) == [["instance.ready", f"llm.Worker@{name}"] for name in "abc"]

@@ -44,6 +44,19 @@ def test_hashes_are_those_of_the_tokens(path: Path, block_size: int) -> None:
         assert request.block_hashes.tolist() == expected.tolist()
 
 
+def test_a_trace_may_have_smaller_blocks(path: Path) -> None:
+    few = {"input_length": 40, "block_size": 16}
+    path.write_text(line(hash_ids=[7, 8, 9], **few) + line(hash_ids=[7, 8, 3], **few))
+
+    first, second = read_trace(path, block_size=8).requests
+
+    assert first.block_hashes.tolist() == block_hashes(first.tokens, 8).tolist()
+    assert first.block_hashes.tolist()[:4] == second.block_hashes.tolist()[:4]
+    assert first.block_hashes.tolist()[4] != second.block_hashes.tolist()[4]
+    with pytest.raises(ValueError, match="a block of the trace has 16 tokens"):
+        read_trace(path, block_size=64)
+
+
 def test_prompts_share_the_blocks_that_share_their_ids(path: Path) -> None:
     path.write_text(line(hash_ids=[7, 8]) + line(hash_ids=[7, 9]))
 
@@ -79,6 +92,11 @@ def test_only_the_first_requests_are_read_when_asked(path: Path) -> None:
         ("nonsense\n", "line 2 is no request: "),
         (line(timestamp="now"), r"line 2 is no request: .*\$\.timestamp"),
         (line(input_length=0, hash_ids=[]), "line 2: input_length = 0"),
+        (line(block_size=0), "line 2: block_size = 0 is not 1 to 512"),
+        (
+            line(input_length=32, block_size=16),
+            "line 2: block_size = 16, and the lines above have 512",
+        ),
         (line(output_length=0), "output_length = 0 must both be 1 at least"),
         (line(hash_ids=[1]), "line 2: 1 hash_ids for 600 tokens, which are 2 blocks of 512"),
         (line(hash_ids=[1, -1]), "line 2: hash id -1 is not from 0"),
@@ -103,5 +121,7 @@ def test_a_file_without_requests_is_refused(path: Path) -> None:
 def test_a_block_size_that_does_not_divide_the_traces_is_refused(
     path: Path, block_size: int
 ) -> None:
+    path.write_text(line())
+
     with pytest.raises(ValueError, match=f"block_size = {block_size}: .* divides it"):
         read_trace(path, block_size=block_size)

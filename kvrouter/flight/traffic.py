@@ -1,0 +1,171 @@
+"""The requests on routers' tapes as a trace, which `dynbus lab replay` plays to simulated engines.
+
+A line for each request, as Mooncake has them, but with the blocks of the router: `block_size` says
+how many tokens one has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from dynbus import ConfigError
+from dynbus.kvrouter.routing import tape
+
+from .replay import UNKNOWN, TapeEntry, read_record
+
+EVENT: Final = "event"
+"""The kind of what happened to a request, in which a front end says how long its output was."""
+
+_event: Final = msgspec.msgpack.Decoder(tuple[str, str, str, str, dict[str, Any]])
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request.
+
+    Attributes:
+        time: Unix seconds of its arrival.
+        digest: of its id.
+        blocks: sequence hashes of its complete blocks.
+        grown: tokens of its output, where a router counts them.
+    """
+
+    time: float
+    digest: int
+    prompt_tokens: int
+    block_size: int
+    blocks: list[int]
+    grown: int = 0
+
+
+class RecordedTraffic:
+    """The requests that routers to one component were asked, in the order of their arrival.
+
+    Args:
+        target: `namespace.component`; empty for the only one on record.
+    """
+
+    def __init__(self, target: str = "") -> None:
+        self._target = target
+        self._requests: dict[str, list[_Request]] = {}
+        self._outputs: dict[int, int] = {}
+        self._tapes: dict[str, _Tape] = {}
+        self.left_out: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<RecordedTraffic [{sum(map(len, self._requests.values()))} requests]>"
+
+    def take(self, entry: TapeEntry) -> None:
+        """Take the next record of a flight."""
+        if entry.kind == EVENT:
+            self._note_output(entry)
+        if (record := read_record(entry)) is None:
+            return
+        reader = self._tapes.setdefault(entry.recorder, _Tape())
+        if entry.missing:
+            reader.prompts.clear()
+        if isinstance(record, tape.Began):
+            reader.begin(record)
+        elif isinstance(record, tape.Submitted):
+            self._submitted(reader, record, entry)
+        elif isinstance(record, tape.Released):
+            for serial, chosen, _ in record.outcomes:
+                request = reader.waiting.pop(serial, None)
+                if chosen is not None and request is not None:
+                    reader.running[chosen.number] = request
+        elif isinstance(record, tape.Grown):
+            request = reader.running.get(record.number)
+            if request is not None:
+                request.grown = record.tokens
+        elif isinstance(record, tape.Ended):
+            reader.running.pop(record.number, None)
+
+    def lines(self) -> Iterator[str]:
+        """The trace. A request whose output nobody counted has one token.
+
+        Raises:
+            ConfigError: there is no request, or requests to several components, and none was named.
+        """
+        requests = sorted(self._of_target(), key=lambda each: each.time)
+        first = requests[0].time
+        numbers: dict[int, int] = {}
+        fresh = 0
+        for each in requests:
+            ids = [numbers.setdefault(one, len(numbers) + fresh) for one in each.blocks]
+            if each.prompt_tokens > len(ids) * each.block_size:
+                # The rest of a prompt is on no record: no other has it.
+                ids.append(len(numbers) + fresh)
+                fresh += 1
+            line = {
+                "timestamp": round((each.time - first) * 1000, 3),
+                "input_length": each.prompt_tokens,
+                "output_length": max(1, self._outputs.get(each.digest, each.grown)),
+                "hash_ids": ids,
+                "block_size": each.block_size,
+            }
+            yield msgspec.json.encode(line).decode()
+
+    def _of_target(self) -> list[_Request]:
+        known = sorted(self._requests)
+        if not known:
+            raise ConfigError("no router has recorded any request that can be read")
+        target = self._target or known[0]
+        if target not in known or (len(known) > 1 and not self._target):
+            raise ConfigError(f"requests to {', '.join(known)} are on record: name one")
+        return self._requests[target]
+
+    def _submitted(self, reader: _Tape, record: tape.Submitted, entry: TapeEntry) -> None:
+        shape = reader.prompts.read(record)
+        if shape is None or not reader.target:
+            self.left_out[UNKNOWN] += 1
+            return
+        if record.attempt > 1:
+            # The same request goes on, or is tried again.
+            return
+        request = _Request(
+            entry.time, record.request, shape.prompt_tokens, shape.block_size, shape.sequence_hashes
+        )
+        self._requests.setdefault(reader.target, []).append(request)
+        if record.chosen is not None:
+            reader.running[record.chosen.number] = request
+        elif not record.refused:
+            reader.waiting[record.serial] = request
+
+    def _note_output(self, entry: TapeEntry) -> None:
+        try:
+            _, _, _, request, details = _event.decode(entry.body)
+            digest = int(request, 16) if request else None
+        except (msgspec.DecodeError, ValueError):
+            # A later version may have it otherwise.
+            return
+        tokens = details.get("completion_tokens")
+        if digest is not None and isinstance(tokens, int):
+            self._outputs[digest] = tokens
+
+
+class _Tape:
+    """One router's, as far as it was read.
+
+    Attributes:
+        running: by the numbers of their decisions.
+        waiting: by their serials.
+    """
+
+    def __init__(self) -> None:
+        self.target = ""
+        self.prompts = tape.TapedPrompts()
+        self.running: dict[int, _Request] = {}
+        self.waiting: dict[int, _Request] = {}
+
+    def begin(self, began: tape.Began) -> None:
+        """It begins, or begins anew: nothing before is referred to."""
+        self.target = began.target
+        self.prompts.clear()
+        if began.is_new:
+            self.running.clear()
+            self.waiting.clear()

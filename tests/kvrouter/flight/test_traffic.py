@@ -1,0 +1,88 @@
+"""Requests on a tape as a trace: when they came, what they share, and how much came of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tests.kvrouter.routing.routing_fixtures import BLOCK, profile, request
+
+from dynbus import ConfigError
+from dynbus.bus.flight.events import Event, digest_of_request
+from dynbus.bus.flight.records import decode_message, encode_records, entries_of
+from dynbus.kvrouter.flight.traffic import RecordedTraffic
+from dynbus.kvrouter.routing.config import RouterConfig
+from dynbus.kvrouter.routing.decision import Decision
+from dynbus.kvrouter.routing.tape import TapedScheduler
+
+Records = list[tuple[float, msgspec.Struct]]
+
+
+def trace_of(records: Records, *, target: str = "", first: int = 0) -> list[dict[str, Any]]:
+    message = decode_message(encode_records("one", first, 0.0, records))
+    assert message is not None
+    traffic = RecordedTraffic(target)
+    for entry in entries_of([message]):
+        traffic.take(entry)
+    return [msgspec.json.decode(line) for line in traffic.lines()]
+
+
+def tape(target: str = "llm.Engine") -> tuple[Records, TapedScheduler]:
+    records: Records = []
+    scheduler = TapedScheduler(
+        RouterConfig(), lambda record, at: records.append((at, record)), target=target
+    )
+    return records, scheduler
+
+
+def test_a_trace_has_what_was_asked_and_what_came_of_it() -> None:
+    records, scheduler = tape()
+    profiles = [profile("a"), profile("b")]
+    for name, blocks, of, at in (("x", 20, 0, 5.0), ("y", 9, 0, 5.5), ("z", 3, 1, 7.25)):
+        asked = request(name, profiles, blocks=blocks, of=of, now=at)
+        asked.shape.prompt_tokens += 5 if name == "z" else 0
+        decided = scheduler.submit(asked, at)
+        assert isinstance(decided, Decision)
+        if name == "x":
+            scheduler.grown(decided.number, 40)
+        scheduler.ended(decided.number, at + 0.1)
+    again = request("x", profiles, blocks=20, now=8.0, attempt=2)
+    scheduler.submit(again, 8.0)
+    counted = Event("request.ended", "/v1", digest_of_request("y"), {"completion_tokens": 7})
+    records.append((9.0, counted))
+
+    trace = trace_of(records)
+
+    assert [one["timestamp"] for one in trace] == [0.0, 500.0, 2250.0]
+    assert [one["input_length"] for one in trace] == [20 * BLOCK, 9 * BLOCK, 3 * BLOCK + 5]
+    assert [one["output_length"] for one in trace] == [40, 7, 1]
+    assert {one["block_size"] for one in trace} == {BLOCK}
+    long, short, other = (one["hash_ids"] for one in trace)
+    assert long[:9] == short
+    assert (len(long), len(other)) == (20, 4)
+    assert not set(long) & set(other)
+    assert len(set(long) | set(other)) == 24
+
+
+def test_requests_whose_prompts_are_not_known_are_left_out() -> None:
+    records, scheduler = tape()
+    for at in (1.0, 2.0):
+        scheduler.submit(request(f"r{at}", [profile("a")], blocks=20, now=at), at)
+    submitted = [place for place, (_, one) in enumerate(records) if "Submitted" in repr(one)]
+    del records[submitted[0]]
+
+    with pytest.raises(ConfigError, match="no router has recorded any request"):
+        trace_of(records)
+
+
+def test_of_several_components_one_is_named() -> None:
+    records: Records = []
+    for target in ("llm.A", "llm.B"):
+        more, scheduler = tape(target)
+        scheduler.submit(request(target, [profile("a")], now=1.0), 1.0)
+        records += more
+
+    with pytest.raises(ConfigError, match=r"requests to llm\.A, llm\.B are on record: name one"):
+        trace_of(records)
+    assert len(trace_of(records, target="llm.B")) == 1
