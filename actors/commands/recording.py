@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,8 @@ READ_SECONDS: Final = 600.0
 
 
 class ReplayPart(Protocol):
-    """A part of a flight that is run again; it is made with the settings that are to be others.
+    """A part of a flight that is run again; it is made with the settings that are to be others, and
+    the id of a request that is asked for.
 
     Attributes:
         title: of its lines.
@@ -32,7 +34,7 @@ class ReplayPart(Protocol):
 
     title: str
 
-    def __init__(self, settings: Mapping[str, str]) -> None: ...
+    def __init__(self, settings: Mapping[str, str], request: str) -> None: ...
 
     def take(self, entry: Entry) -> None:
         """Take the next record; one that is of something else is passed over."""
@@ -49,6 +51,14 @@ class ReplayPart(Protocol):
 
     def lines(self) -> Sequence[str]:
         """The outcome for people."""
+        ...
+
+    def print_state(self) -> None:
+        """Print the state that the last record has led to."""
+        ...
+
+    def print_request(self) -> None:
+        """Print what was decided for the request that is asked for."""
         ...
 
 
@@ -267,9 +277,24 @@ async def _read(server: Server, namespace: str, first: float, last: float) -> li
     multiple=True,
     help="Decide by another setting than on record, such as policy=dynamo. Repeatable.",
 )
+@click.option(
+    "--at",
+    metavar="TIME",
+    help=f"Stop there, and print the load as routers knew it. {terminal.TIMES}",
+)
+@click.option("--request", metavar="ID", default="", help="Print why this request went where.")
 @terminal.json_option
 @click.pass_context
-def replay(ctx: click.Context, /, *, file: Path, settings: Sequence[str], as_json: bool) -> None:
+def replay(
+    ctx: click.Context,
+    /,
+    *,
+    file: Path,
+    settings: Sequence[str],
+    at: str | None,
+    request: str,
+    as_json: bool,
+) -> None:
     """Make the decisions in FILE again, by the objects that made them.
 
     Without --set each is to come out as it did: what does not is named. With --set the same
@@ -279,16 +304,29 @@ def replay(ctx: click.Context, /, *, file: Path, settings: Sequence[str], as_jso
     \b
     dynbus replay incident.flight
     dynbus replay incident.flight --set policy=dynamo --set temperature=0.2
+    dynbus replay incident.flight --at 2026-11-28T16:00Z --request ID
     """
+    import time
+
     from dynbus.bus.flight import read_flight
 
     changed = dict(_pairs(settings))
-    parts = [one.load()(changed) for one in metadata.entry_points(group=ENTRY_POINTS)]
+    end = math.inf if at is None else terminal.parse_time(at, "--at")(time.time())
+    parts: list[ReplayPart] = [
+        one.load()(changed, request) for one in metadata.entry_points(group=ENTRY_POINTS)
+    ]
     for entry in read_flight(file).entries:
-        for part in parts:
-            part.take(entry)
+        if entry.time <= end:
+            for part in parts:
+                part.take(entry)
     if as_json:
         terminal.print_json({part.title: part.to_json() for part in parts})
+    elif at is not None or request:
+        for part in parts:
+            if at is not None:
+                part.print_state()
+            if request:
+                part.print_request()
     else:
         for part in parts:
             for line in part.lines():

@@ -173,7 +173,8 @@ def print_answer(answer: Explanation) -> None:
     if answer.decisions_left_out:
         click.echo(f"{answer.decisions_left_out} older decisions are left out")
     for decision in answer.decisions:
-        _print_decision(answer, decision)
+        ago = terminal.duration(decision["ago_s"])
+        print_decision(decision, f"router {answer.router[:8]} in {answer.process}, {ago} ago")
 
 
 def _print_damage(answer: Explanation, damage: Mapping[str, Any]) -> None:
@@ -192,15 +193,20 @@ def _print_damage(answer: Explanation, damage: Mapping[str, Any]) -> None:
     click.echo("\n".join(map(terminal.printable, lines)))
 
 
-def _print_decision(answer: Explanation, decision: Mapping[str, Any]) -> None:
+def print_decision(decision: Mapping[str, Any], by: str) -> None:
+    """A decision with all of its candidates.
+
+    Args:
+        decision: as `Decision.as_dict` has it.
+        by: who decided, and when.
+    """
     chosen = decision["chosen"]
     waited = f", after {decision['waited_s']:.3f} s in the queue" if decision["waited_s"] else ""
     sampled = f" at temperature {decision['temperature']}" if decision["temperature"] else ""
     session = f", session {decision['session']}" if decision["session"] else ""
     lines = [
         f"{decision['request_id']}, attempt {decision['attempt']}: {_name(chosen)}",
-        f"  by      router {answer.router[:8]} in {answer.process}, "
-        f"{terminal.duration(decision['ago_s'])} ago{waited}",
+        f"  by      {by}{waited}",
         f"  why     {decision['reason']} by policy {decision['policy']}{sampled}{session}",
         f"  prompt  {decision['prompt_tokens']} tokens, {decision['prompt_blocks']} blocks of "
         f"{decision['block_size']}; {decision['expected_reuse']} tokens expected in the cache",

@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from dynbus import DynbusError
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.routing import tape
+from dynbus.kvrouter.routing.active_load import RankLoad
 from dynbus.kvrouter.routing.config import RouterConfig, RouterSettings, configured
 from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.profiles import InstanceProfile
 from dynbus.kvrouter.routing.queue import SchedulingRequest, Ticket
 from dynbus.kvrouter.routing.requests import Constraints
-from dynbus.kvrouter.routing.scheduler import KvScheduler
+from dynbus.kvrouter.routing.scheduler import KvScheduler, SchedulerStatistics
 from dynbus.kvrouter.routing.shared_load import SharedLoad
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.summary import CachesAbroad
@@ -108,24 +109,60 @@ class Replayed:
         return [each for each in self.differing if not each.why]
 
 
+class Explained(NamedTuple):
+    """A decision that was made again for a request that was asked for.
+
+    Attributes:
+        time: Unix seconds.
+        target: `namespace.component`.
+    """
+
+    time: float
+    target: str
+    decision: Decision
+
+
+class RouterState(NamedTuple):
+    """A router as its tape has it so far.
+
+    Attributes:
+        loads: of each rank that requests were offered last.
+    """
+
+    target: str
+    statistics: SchedulerStatistics
+    loads: dict[Rank, RankLoad]
+
+
 class Replay:
     """Makes the decisions of routers again, record by record.
 
     Args:
         settings: fields of `RouterConfig` that are to be others than those on record.
+        request: digest of the id of a request whose decisions are kept.
+
+    Attributes:
+        explained: the decisions of that request.
 
     Raises:
         ConfigError: one is not usable.
     """
 
-    def __init__(self, settings: RouterSettings | None = None) -> None:
+    def __init__(self, settings: RouterSettings | None = None, request: int | None = None) -> None:
         self.outcome = Replayed()
+        self.explained: list[Explained] = []
+        self._request = request
         self._settings = settings or {}
         configured(None, self._settings)
         self._tapes: dict[str, _TapeReader] = {}
 
     def __repr__(self) -> str:
         return f"<Replay [{self.outcome.decisions} decisions of {len(self._tapes)} routers]>"
+
+    @property
+    def states(self) -> list[RouterState]:
+        """The routers whose tapes are understood."""
+        return [state for each in self._tapes.values() if (state := each.state) is not None]
 
     def take(self, entry: TapeEntry) -> None:
         """Take the next record of a flight; one that is of no router is passed over.
@@ -140,7 +177,8 @@ class Replay:
         outcome.missing += entry.missing
         reader = self._tapes.get(entry.recorder)
         if reader is None:
-            reader = self._tapes[entry.recorder] = _TapeReader(self._settings, outcome)
+            reader = _TapeReader(self._settings, outcome, self._request, self.explained)
+            self._tapes[entry.recorder] = reader
         elif entry.missing:
             reader.lose()
         reader.take(record, entry)
@@ -272,9 +310,17 @@ class _RecordedAbroad(CachesAbroad):
 class _TapeReader:
     """Makes the decisions of one router again."""
 
-    def __init__(self, settings: RouterSettings, outcome: Replayed) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        outcome: Replayed,
+        asked_for: int | None,
+        explained: list[Explained],
+    ) -> None:
         self._settings = settings
         self._outcome = outcome
+        self._asked_for = asked_for
+        self._explained = explained
         self._scheduler: _ReplayedScheduler | None = None
         self._target = ""
         self._is_loadable = True
@@ -296,6 +342,16 @@ class _TapeReader:
         # record; and what wait on record, and are decided now.
         self._behind: dict[int, int] = {}
         self._early: dict[int, Decision | DynbusError] = {}
+
+    @property
+    def state(self) -> RouterState | None:
+        """The router as far as its tape was read; None where that is not understood."""
+        scheduler, load = self._scheduler, self._load
+        if scheduler is None or load is None:
+            return None
+        latest = next(reversed(self._offered.values()), [])
+        loads = {rank: load.of(rank) for profile in latest for rank in profile.ranks}
+        return RouterState(self._target, scheduler.statistics(), loads)
 
     def lose(self) -> None:
         """Records are missing: the scheduler no longer knows what the one on record knew."""
@@ -526,6 +582,8 @@ class _TapeReader:
         recorded = refused or (_place(chosen) if chosen else WAITS)
         if isinstance(made, Decision):
             now = _placed(made)
+            if request == self._asked_for:
+                self._explained.append(Explained(entry.time, self._target, made))
             self._count(made, chosen.number if chosen else 0)
         elif isinstance(made, Ticket):
             now = WAITS

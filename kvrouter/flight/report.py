@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any, Final, cast, get_type_hints
 
+import click
 import msgspec
 
 from dynbus import ConfigError
+from dynbus.kvrouter.commands.why_report import print_decision
 from dynbus.kvrouter.routing.config import RouterSettings
-from dynbus.spi import suggestion
+from dynbus.kvrouter.routing.tape import request_digest
+from dynbus.spi import suggestion, terminal
 
-from .replay import Replay, TapeEntry
+from .replay import Explained, Replay, TapeEntry
 
 SETTINGS: Final = (
     "policy",
@@ -33,6 +38,7 @@ class RoutingReplay:
 
     Args:
         settings: fields of `RouterConfig` as text, which are to be others than those on record.
+        request: the id of a request whose decisions are kept; empty for none.
 
     Raises:
         ConfigError: one is none, or has no such value.
@@ -40,9 +46,10 @@ class RoutingReplay:
 
     title: Final = "routing"
 
-    def __init__(self, settings: Mapping[str, str]) -> None:
-        self._settings = settings
-        self._replay = Replay(read_settings(settings))
+    def __init__(self, settings: Mapping[str, str], request: str) -> None:
+        self._request = request
+        digest = request_digest(request) if request else None
+        self._replay = Replay(read_settings(settings), digest)
 
     def take(self, entry: TapeEntry) -> None:
         """Take the next record of the flight."""
@@ -65,7 +72,59 @@ class RoutingReplay:
             "missing": outcome.missing,
             "expected_tokens": {"recorded": outcome.recorded_reuse, "replayed": outcome.reuse},
             "placed": {"recorded": outcome.recorded_placed, "replayed": outcome.placed},
+            "routers": [
+                {
+                    "target": state.target,
+                    **asdict(state.statistics),
+                    "ranks": [
+                        rank._asdict() | load._asdict() for rank, load in state.loads.items()
+                    ],
+                }
+                for state in self._replay.states
+            ],
+            "request": [
+                {"time": each.time, "target": each.target, **self._decision(each)}
+                for each in self._replay.explained
+            ],
         }
+
+    def print_state(self) -> None:
+        """Print what routers knew of the load when the last record was taken."""
+        for state in self._replay.states:
+            counts = state.statistics
+            click.echo(
+                terminal.plain(
+                    f"router to {state.target}: {counts.decisions} decisions, {counts.running} "
+                    f"requests run, {counts.waiting} wait, {counts.refused} were refused"
+                )
+            )
+            terminal.print_table(
+                ("RANK", "REQUESTS", "BLOCKS", "PREFILL"),
+                [
+                    (
+                        terminal.plain(f"{rank.instance}/{rank.dp_rank}"),
+                        str(load.requests),
+                        f"{load.blocks:g}",
+                        str(load.prefill_tokens),
+                    )
+                    for rank, load in sorted(state.loads.items())
+                ],
+            )
+        if not self._replay.states:
+            click.echo("no router's tape is understood so far")
+
+    def print_request(self) -> None:
+        """Print what was decided for the request, with all that could have got it."""
+        for each in self._replay.explained:
+            at = datetime.fromtimestamp(each.time, UTC).isoformat(timespec="milliseconds")
+            by = f"a router to {each.target}, at {at.replace('+00:00', 'Z')}"
+            print_decision(self._decision(each), by)
+        if not self._replay.explained:
+            click.echo(terminal.plain(f"no router has decided for {self._request} on record"))
+
+    def _decision(self, each: Explained) -> dict[str, Any]:
+        # The id on record is a digest.
+        return each.decision.as_dict() | {"request_id": self._request, "decided_at": each.time}
 
     def lines(self) -> list[str]:
         """The outcome for people."""

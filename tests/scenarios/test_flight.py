@@ -63,6 +63,8 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
     shown = await invoke(record, "show", str(path))
     traced = await invoke(record, "trace", str(path))
     other = await invoke(replay, str(path), "--set", "policy=dynamo")
+    why = await invoke(replay, str(path), "--request", "secret-7", "--at", "0s")
+    before = await invoke(replay, str(path), "--at", "1h", "--json")
     wrong = await invoke(replay, str(path), "--set", "polcy=dynamo")
 
     assert saved.exit_code == 0, saved.output
@@ -79,6 +81,11 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
     assert sorted(whos) == [["instance.ready", f"llm.Worker@{name}"] for name in "abc"]
     assert other.exit_code == 0, other.output
     assert f"of {CALLS} decisions as on record" in other.output
+    assert why.exit_code == 0, why.output
+    assert f"router to llm.Worker: {CALLS} decisions, 0 requests run, 0 wait" in why.output
+    assert "secret-7, attempt 1: " in why.output
+    assert "by policy kv" in why.output
+    assert json.loads(before.output)["routing"]["decisions"] == 0
     assert isinstance(wrong.exception, ConfigError)
     assert "did you mean policy?" in str(wrong.exception)
     assert b"secret-" not in path.read_bytes()
