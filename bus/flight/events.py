@@ -64,6 +64,7 @@ class FlightEvents:
         self._make = recorder
         self._recorders: dict[str, FlightRecorder] = {}
         self._key = secrets.token_bytes(16)
+        self._is_over = False
 
     def __repr__(self) -> str:
         return f"<FlightEvents [{', '.join(self._recorders)}]>"
@@ -71,7 +72,9 @@ class FlightEvents:
     def note(
         self, namespace: str, what: str, who: str, request_id: str = "", /, **details: Value
     ) -> None:
-        """Record that something has happened just now; see `Event`."""
+        """Record that something has happened just now; see `Event`. Once it is closed, nothing is."""
+        if self._is_over:
+            return
         recorder = self._recorders.get(namespace)
         if recorder is None:
             recorder = self._recorders[namespace] = self._make(namespace)
@@ -84,5 +87,6 @@ class FlightEvents:
 
     def close(self) -> None:
         """Send what is gathered."""
+        self._is_over = True
         for recorder in self._recorders.values():
             recorder.close()

@@ -57,3 +57,20 @@ def test_nothing_is_on_record_unless_it_is_asked_for() -> None:
             return set(kit.bus.jetstream.streams)
 
     assert flight_stream("flown").name not in run(story())
+
+
+def test_what_happens_after_the_end_is_not_recorded_and_disturbs_nothing() -> None:
+    async def story() -> list[str]:
+        async with TestKit(flight=True) as kit:
+            runtime = await kit.runtime()
+            flight = runtime.bus.flight
+            assert flight is not None
+            flight.note("flown", "before", "a")
+            await anyio.sleep(1.0)
+            await runtime.close()
+            flight.note("flown", "after", "a")
+            flight.note("other", "after", "a")
+            await anyio.sleep(1.0)
+            return [one.what for one in await events_on(kit.bus, "flown")]
+
+    assert run(story()) == ["before"]
