@@ -72,7 +72,7 @@ class FlightEvents:
     def note(
         self, namespace: str, what: str, who: str, request_id: str = "", /, **details: Value
     ) -> None:
-        """Record that something has happened just now; see `Event`. Once it is closed, nothing is."""
+        """Record that something has happened just now, see `Event`; nothing once it is closed."""
         if self._is_over:
             return
         recorder = self._recorders.get(namespace)
