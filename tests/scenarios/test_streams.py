@@ -20,6 +20,7 @@ from tests.llm.models.tiny_model import tiny_folder
 from tests.transfer.kv_blocks import small_layout
 
 from dynbus import Actor, ConfigError, EndpointName, Runtime, Topic, handler, subscribe
+from dynbus.bus.flight import FlightRecorder
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.nats.stream_config import stream_request
@@ -165,8 +166,7 @@ async def use_everything(exits: AsyncExitStack, runtime: Runtime, folder: Path) 
     async with queue.take() as taker:
         await (await anext(taker)).bury("no paper")
     await Topic(TOPIC, bytes, namespace="demo").publish(b"", runtime=runtime)
-    recorder = bus.recorder("demo")
-    assert recorder is not None
+    recorder = FlightRecorder(bus.data, bus.background, "demo")
     await eventually(lambda: recorder.is_ready)
 
 
@@ -196,7 +196,7 @@ async def test_what_is_used_is_what_setup_makes_and_what_the_page_lists(
     other = await run_server(store_dir=tmp_path / "other")
     try:
         async with (
-            Runtime.connect(own_server.url, flight=True) as using,
+            Runtime.connect(own_server.url) as using,
             Runtime.connect(other.url) as made,
         ):
             async with AsyncExitStack() as exits:
