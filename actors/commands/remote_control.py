@@ -10,8 +10,9 @@ import logging
 import math
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Final, Literal
 
 import anyio
@@ -30,7 +31,7 @@ from dynbus.actors.running.control import (
     ShowRun,
     StopRun,
 )
-from dynbus.actors.running.supervisor import Supervisor
+from dynbus.actors.running.supervisor import Listener, Supervisor
 from dynbus.bus.background import task_group
 from dynbus.bus.commands.server import Server
 from dynbus.bus.errors import DynbusError, NoInstances, PermissionDenied, Unavailable
@@ -121,6 +122,8 @@ class RemoteControl:
         connect: connects to the bus, with a credential that may hear them.
         host: where the run is, as operators name it.
         owner: the orchestrator that started it.
+        follow: calls who is given to it with what the run does, which goes on record; see
+            `Supervisor.follow`.
     """
 
     def __init__(
@@ -131,8 +134,10 @@ class RemoteControl:
         host: str,
         zone: str = "",
         owner: Owner = "",
+        follow: Callable[[Listener], Callable[[], None]] | None = None,
     ) -> None:
         self._control = control
+        self._follow = follow
         self._connect = connect
         self._host = host
         self._zone = zone
@@ -178,8 +183,30 @@ class RemoteControl:
                 for namespace in sorted(namespaces):
                     server.connection.subscribe(run_subject(namespace), sender.send_nowait)
                 await server.connection.barrier()
-                async for message in heard:
-                    tasks.start_soon(self._take, server, message)
+                with self._recorded(server):
+                    async for message in heard:
+                        tasks.start_soon(self._take, server, message)
+
+    @contextmanager
+    def _recorded(self, server: Server) -> Generator[None]:
+        """Have what the run does in the flights of its namespaces, where they are recorded."""
+        if self._follow is None or not server.config.flight:
+            yield
+            return
+        from dynbus.bus.flight import FlightEvents, FlightRecorder
+
+        connection = server.connection
+        flight = FlightEvents(partial(FlightRecorder, connection, connection.background))
+
+        def note(what: str, who: str, details: Mapping[str, int]) -> None:
+            flight.note(who.partition(".")[0], what, who, **details)
+
+        end = self._follow(note)
+        try:
+            yield
+        finally:
+            end()
+            flight.close()
 
     async def _take(self, server: Server, message: Message) -> None:
         if not is_safe_reply(message.reply, server.config.reply_prefixes):

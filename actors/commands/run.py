@@ -308,6 +308,7 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
             host=config.own_host,
             zone=config.zone,
             owner=own_owner(),
+            follow=supervisor.follow,
         )
         await stack.enter_async_context(remote.open())
         supervisor.begin()

@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -71,6 +71,10 @@ class ChangeFailed(Exception):
     def __init__(self, message: str, traceback: str = "") -> None:
         super().__init__(message)
         self.traceback = traceback
+
+
+Listener = Callable[[str, str, Mapping[str, int]], object]
+"""Called with what happened, to whom, and details."""
 
 
 class Supervisor:
@@ -136,6 +140,7 @@ class Supervisor:
         self.forks = forks
         self.ending = ending
         self.ended = asyncio.Event()
+        self._listeners: list[Listener] = []
 
     def __repr__(self) -> str:
         ready = sum(child.state is ChildState.READY for child in self.children)
@@ -144,6 +149,17 @@ class Supervisor:
     def begin(self) -> None:
         """Let the children start: the server is there."""
         self._begun.set()
+
+    def follow(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener` with what happens to processes and nodes, until what this returns is
+        called: `process.ended` with its code, `node.scaled` and `node.restarted` with their
+        counts."""
+        self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
+
+    def _happened(self, what: str, who: str, **details: int) -> None:
+        for listener in self._listeners:
+            listener(what, who, details)
 
     async def run(self) -> int:
         """Run the children until the end is asked for or one has failed for good.
@@ -258,6 +274,8 @@ class Supervisor:
         async with self._changing:
             await self._forget_ended(address)
             children = self.instances(address)
+            if len(children) != count:
+                self._happened("node.scaled", address, before=len(children), count=count)
             if len(children) < count:
                 added = await self._more(self.nodes[address], count - len(children))
                 tell(f"{address}: {_counted(len(added), 'start')}")
@@ -289,6 +307,7 @@ class Supervisor:
         async with self._changing:
             node, old = self.nodes[address], self.instances(address)
             count = len(old) if count is None else count
+            self._happened("node.restarted", address, before=len(old), count=count)
             surplus = old[count:]
             for number, former in enumerate(old[:count], 1):
                 progress = f"{number} of {min(count, len(old))}"
@@ -538,6 +557,7 @@ class Supervisor:
             try:
                 code = await child.run(self.forks, partial(self._start, child))
                 why = exit_text(code) + child.memory_note(code)
+                self._happened("process.ended", child.label, code=code)
             except OSError as error:
                 why = f"its process could not be started: {error}"
             if self._is_over(child):

@@ -434,7 +434,7 @@ class ServedInstance:
             return
         self._bus.lane.call(lambda: keeper.change(draining=True))
         load = self.server.execution.load
-        self._record("draining", load=load, grace=self._grace)
+        self._record("draining", load=load, grace=round(self._grace, 1))
         if load:
             logger.info(
                 "%s: calls that run or wait: %d; they have %g s to finish",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from dynbus.actors.commands.recording import record, replay
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.flight import flight_stream
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.transport import NoStream
 from dynbus.kvrouter import open_router
+
+from .project import Folder
 
 pytestmark = pytest.mark.anyio
 
@@ -90,3 +94,42 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
     assert "did you mean policy?" in str(wrong.exception)
     assert b"secret-" not in path.read_bytes()
     assert BLOCK == 16
+
+
+async def test_what_a_run_does_is_on_record(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNBUS_FLIGHT", "true")
+    monkeypatch.setenv("DYNBUS_HOST", "node-7")
+    await anyio.to_thread.run_sync(folder.start_ready, "actors.py:Splitter")
+    [worker] = folder.workers()
+    async with Runtime.connect(folder.url) as runtime:
+        jetstream, stream = runtime.bus.data.jetstream, flight_stream("demo").name
+
+        async def is_recorded(what: str) -> bool:
+            try:
+                stored = await jetstream.read(stream)
+            except NoStream:
+                return False
+            return any(what.encode() in one.data for one in stored)
+
+        # By the bus: a run that answers there records.
+        over_the_bus = ("scale", "Splitter=2", "--host", "node-7", "--nats", folder.url)
+
+        async def is_scaled() -> bool:
+            done = await anyio.to_thread.run_sync(folder.dynbus_in_a_process, *over_the_bus)
+            return done.returncode == 0
+
+        await eventually(is_scaled, what="the run is scaled over the bus")
+        await eventually(partial(is_recorded, "node.scaled"), what="the scaling is on record")
+        worker.kill()
+        await eventually(partial(is_recorded, "process.ended"), what="the kill is on record")
+    path = folder.path / "run.flight"
+    saved = await invoke(record, "save", str(path), "--namespace", "demo", "--nats", folder.url)
+    shown = await invoke(record, "show", str(path))
+
+    assert saved.exit_code == 0, saved.output
+    happened = [line.partition(" ")[2] for line in shown.output.splitlines()]
+    assert happened.index("node.scaled demo.Splitter before=1 count=2") < happened.index(
+        "process.ended demo.Splitter/1 code=-9"
+    )
