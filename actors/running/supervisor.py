@@ -557,7 +557,8 @@ class Supervisor:
             try:
                 code = await child.run(self.forks, partial(self._start, child))
                 why = exit_text(code) + child.memory_note(code)
-                self._happened("process.ended", child.label, code=code)
+                if code is not None:
+                    self._happened("process.ended", child.label, code=code)
             except OSError as error:
                 why = f"its process could not be started: {error}"
             if self._is_over(child):
