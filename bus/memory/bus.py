@@ -9,11 +9,12 @@ with a server can be made to go wrong here: see the faults of `MemoryBus`.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
@@ -33,7 +34,7 @@ from dynbus.bus.transport import (
     WrongLastSequence,
 )
 
-from .faults import Delay, Drop, Duplicate, Fault, Partition
+from .faults import Delay, Drop, Duplicate, Fault, Partition, Split
 from .jetstream import JetStreamServer, MemoryJetStream
 from .subjects import SubjectTree
 
@@ -64,6 +65,11 @@ class MemoryBus:
 
     Args:
         seed: of every random choice.
+
+    Attributes:
+        observers: called with each message, request and answer as it reaches the server, before
+            the faults act on it.
+        is_cluster: whether there is a second server, so that the bus can be split.
     """
 
     def __init__(
@@ -76,6 +82,9 @@ class MemoryBus:
         self.connections: list[MemoryConnection] = []
         self.numbers: Iterator[int] = itertools.count(1)
         self.jetstream = JetStreamServer()
+        self.observers: list[Callable[[Message], None]] = []
+        self.is_cluster = False
+        self._split: Split[MemoryConnection] | None = None
         self._subscriptions: SubjectTree[MemorySubscription] = SubjectTree()
         self._faults: list[Fault] = []
         self._delays: list[Delay] = []
@@ -128,20 +137,46 @@ class MemoryBus:
         return self._add_fault(Duplicate(self._faults, pattern, count, when))
 
     def partition(
-        self, *connections: MemoryConnection, notice_after: float = NOTICE_AFTER
+        self,
+        *connections: MemoryConnection,
+        notice_after: float = NOTICE_AFTER,
+        arrives_late: bool = False,
     ) -> Partition:
         """Carry nothing over the links of `connections`, whose state stays `CONNECTED` until
         they notice after `notice_after` seconds. What the links hold arrives when it ends
-        before that, and is lost otherwise."""
-        return Partition(connections, notice_after)
+        before that, and is lost otherwise.
 
-    def stop(self) -> None:
+        Args:
+            arrives_late: they leave their links when they notice, and are connected anew by others;
+                what was sent over the old ones arrives when it ends.
+        """
+        return Partition(connections, notice_after, arrives_late=arrives_late)
+
+    def split(self, *groups: Sequence[MemoryConnection]) -> Split[MemoryConnection]:
+        """Have connections be at a second server, which has no JetStream and has lost the first.
+        All are told that a server is lost.
+
+        Args:
+            groups: the connections there; those of one group leave it together, when one of them
+                is told to.
+
+        Raises:
+            RuntimeError: it is split already, or no cluster.
+        """
+        if self.is_split or not self.is_cluster:
+            raise RuntimeError("the bus is split already, or has one server: see `is_cluster`")
+        self._split = Split(groups, self.jetstream.detach)
+        for connection in self.connections:
+            connection.deliver(connection.peer_lost)
+        return self._split
+
+    def stop(self, *, keep_disk: bool = True) -> None:
         """Kill the server: connections break, messages under way and streams in memory are
-        lost, other streams are kept."""
+        lost, other streams are kept unless its disk is lost too."""
         self.running = False
         for delay in self._delays:
             delay.lose_held()
-        self.jetstream.lose_memory_streams()
+        self.jetstream.lose_streams(in_memory_only=keep_disk)
         for connection in list(self.connections):
             connection.lose()
 
@@ -185,6 +220,8 @@ class MemoryBus:
 
     def disturb(self, message: Message, action: Callable[[], None]) -> None:
         """Carry out `action`, the arrival of `message`, as the faults want it."""
+        for observe in self.observers:
+            observe(message)
         actions = [action]
         for fault in list(self._faults):
             if fault.matches(message):
@@ -192,29 +229,56 @@ class MemoryBus:
         for remaining in actions:
             remaining()
 
-    def store(self, message: Message, answer: Callable[[int | DynbusError], None]) -> None:
+    def store(
+        self,
+        sender: MemoryConnection,
+        message: Message,
+        answer: Callable[[int | DynbusError], None],
+    ) -> None:
         """Carry out a publish that asks for an acknowledgement."""
-        heard = self._fan_out(message)
+        heard = self._fan_out(sender, message)
         stream = self.jetstream.stream_of(message.subject)
         if stream is not None:
-            if not (self.jetstream.stalled or stream.write_error):
+            if not (self.jetstream.stalled or stream.write_error or self.is_apart(sender)):
                 answer(self.jetstream.store(stream, message))
         elif not heard:
             answer(NoStream(f"no stream takes {message.subject}"))
 
     def _route(self, sender: MemoryConnection, message: Message) -> None:
-        heard = self._fan_out(message)
+        heard = self._fan_out(sender, message)
         stream = self.jetstream.stream_of(message.subject)
         if stream is not None:
-            if not (self.jetstream.stalled or stream.write_error):
+            if not (self.jetstream.stalled or stream.write_error or self.is_apart(sender)):
                 outcome = self.jetstream.store(stream, message)
                 self._acknowledge(stream.config.name, message.reply, outcome)
         elif message.reply and not heard:
             self._bounce(sender, message)
 
-    def _fan_out(self, message: Message) -> bool:
+    @property
+    def is_split(self) -> bool:
+        """True if connections are at a second server, which has lost the first."""
+        return self._split is not None and not self._split.is_over
+
+    def is_apart(self, connection: MemoryConnection) -> bool:
+        """True if a connection is at the server that has lost the first."""
+        return self._split is not None and self._split.has(connection)
+
+    def leave_server(self, connection: MemoryConnection) -> None:
+        """Have a connection that is apart come back to the first server, with its group."""
+        if self._split is not None:
+            self._split.leave(connection)
+
+    def _fan_out(self, sender: MemoryConnection | None, message: Message) -> bool:
+        """Deliver a message; True when anybody hears it.
+
+        Args:
+            sender: None for the server.
+        """
         groups: dict[str, list[MemorySubscription]] = {}
         matching = self._subscriptions.match(message.subject)
+        if self.is_split:
+            side = sender is not None and self.is_apart(sender)
+            matching = [one for one in matching if self.is_apart(one.connection) is side]
         for subscription in matching:
             if subscription.queue:
                 groups.setdefault(subscription.queue, []).append(subscription)
@@ -235,7 +299,7 @@ class MemoryBus:
             number = ERROR_NUMBERS.get(type(outcome), 0)
             error = {"code": 400, "err_code": number, "description": str(outcome)}
             answer = {"error": error, "stream": stream, "seq": 0}
-        self._fan_out(Message(reply, "", b"", msgspec.json.encode(answer)))
+        self._fan_out(None, Message(reply, "", b"", msgspec.json.encode(answer)))
 
     def _bounce(self, sender: MemoryConnection, message: Message) -> None:
         """Tell the sender that nobody heard it, if it listens to its own reply subject.
@@ -291,12 +355,20 @@ class MemorySubscription:
 
 
 class MemoryConnection(WatchedConnection):
-    """A connection to a `MemoryBus`; made by `MemoryBus.connect`."""
+    """A connection to a `MemoryBus`; made by `MemoryBus.connect`.
+
+    Attributes:
+        way: draws the seconds that the next messages take in either direction, in their order; None
+            where they take a turn of the loop.
+    """
 
     def __init__(self, bus: MemoryBus, name: str, number: int) -> None:
         super().__init__(name, ConnectionState.CONNECTED)
         self.inbox = f"_INBOX.{number}"
+        self.way: Callable[[], float] | None = None
         self._bus = bus
+        # Of the process that has it: what arrives runs as that, and not as its sender.
+        self._context = contextvars.copy_context()
         self._kept_away = False
         self._partitioned = False
         self._subscriptions: dict[int, MemorySubscription] = {}
@@ -308,7 +380,8 @@ class MemoryConnection(WatchedConnection):
         self._flush_waiters: list[asyncio.Future[None]] = []
         self._answers: set[asyncio.Future[None]] = set()
         self._numbers = itertools.count(1)
-        self._jetstream = MemoryJetStream(self, bus.jetstream, bus.store)
+        self._peer_lost_listeners: list[Callable[[], None]] = []
+        self._jetstream = MemoryJetStream(self, bus.jetstream, partial(bus.store, self))
 
     def __repr__(self) -> str:
         return (
@@ -343,13 +416,19 @@ class MemoryConnection(WatchedConnection):
 
     @property
     def has_peers(self) -> bool:
-        return False
+        return self._bus.is_cluster
 
     def on_peer_lost(self, listener: Callable[[], None]) -> None:
-        """In memory there is one server, so `listener` is never called."""
+        self._peer_lost_listeners.append(listener)
+
+    def peer_lost(self) -> None:
+        """The server tells that its cluster has lost another one."""
+        for listener in self._peer_lost_listeners:
+            listener()
 
     def leave_server(self, why: str) -> None:
-        """In memory there is no other server."""
+        """In memory there is no other server, unless the bus is split."""
+        self._bus.leave_server(self)
 
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         """In memory no subject is refused, so `listener` is never called."""
@@ -426,7 +505,8 @@ class MemoryConnection(WatchedConnection):
             def disturbed(value: T | DynbusError) -> None:
                 self._bus.disturb(inbox, partial(answer, value))
 
-            self._bus.disturb(message, partial(serve, disturbed))
+            if not self._bus.is_apart(self):
+                self._bus.disturb(message, partial(serve, disturbed))
 
         try:
             async with asyncio.timeout(timeout):
@@ -482,6 +562,13 @@ class MemoryConnection(WatchedConnection):
             self._schedule_flush()
             self._schedule_drain()
 
+    def take_unsent(self) -> list[Callable[[], None]]:
+        """Take away what is on its way to the server, in its order."""
+        unsent = [command for _, command in self._outbound]
+        self._outbound.clear()
+        self._backlog = 0
+        return unsent
+
     def lose(self) -> None:
         """Break the connection once."""
         if self._state is ConnectionState.CONNECTED:
@@ -498,8 +585,9 @@ class MemoryConnection(WatchedConnection):
             return
         for subscription in self._subscriptions.values():
             self._bus.add(subscription)
-        self._set_state(ConnectionState.CONNECTED)
-        self._bus.jetstream.reattach(self)
+        self._context.copy().run(self._set_state, ConnectionState.CONNECTED)
+        if not self._bus.is_apart(self):
+            self._bus.jetstream.reattach(self)
 
     # The link -------------------------------------------------------------------------
 
@@ -535,12 +623,19 @@ class MemoryConnection(WatchedConnection):
     def _schedule_flush(self) -> None:
         if self._outbound and not self._flush_scheduled:
             self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
+            self._soon(self._flush)
 
     def _schedule_drain(self) -> None:
         if self._inbound and not self._drain_scheduled:
             self._drain_scheduled = True
-            self._loop.call_soon(self._drain)
+            self._soon(self._drain)
+
+    def _soon(self, transfer: Callable[[], None]) -> None:
+        seconds = 0.0 if self.way is None else self.way()
+        if seconds > 0:
+            self._loop.call_later(seconds, transfer, context=self._context)
+        else:
+            self._loop.call_soon(transfer, context=self._context)
 
     def _flush(self) -> None:
         self._flush_scheduled = False
@@ -574,7 +669,7 @@ class MemoryConnection(WatchedConnection):
                 # The waiting caller may be cancelled in this very turn and never look.
                 future.exception()
         self._answers.clear()
-        self._set_state(state)
+        self._context.copy().run(self._set_state, state)
 
     async def _ask(self, serve: Callable[[Callable[[T], None]], None]) -> T:
         """The answer of `serve`; ConnectionResetError when the connection breaks before."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from typing import Final, Generic, Protocol, Self, TypeVar
 
 from dynbus.bus.transport import Message
 
 from .subjects import matches
 
 Action = Callable[[], None]
+
+LEAVING_SECONDS: Final = 0.05
+"""Seconds that a connection takes from one server to another."""
 
 
 class Fault(ABC):
@@ -117,15 +121,23 @@ class Delay(Fault):
 
 class _Link(Protocol):
     def partition(self, partitioned: bool) -> None: ...
+    def take_unsent(self) -> list[Action]: ...
     def lose(self) -> None: ...
     def restore(self) -> None: ...
+
+
+L = TypeVar("L", bound=_Link)
 
 
 class Partition:
     """Links that carry nothing; ended by `heal` or the end of its `with` block."""
 
-    def __init__(self, links: Sequence[_Link], notice_after: float) -> None:
+    def __init__(
+        self, links: Sequence[_Link], notice_after: float, *, arrives_late: bool = False
+    ) -> None:
         self._links = links
+        self._arrives_late = arrives_late
+        self._late: list[Action] = []
         for link in links:
             link.partition(True)
         loop = asyncio.get_running_loop()
@@ -143,7 +155,58 @@ class Partition:
         for link in self._links:
             link.partition(False)
             link.restore()
+        late, self._late = self._late, []
+        for arrive in late:
+            arrive()
 
     def _noticed(self) -> None:
         for link in self._links:
+            if self._arrives_late:
+                self._late += link.take_unsent()
             link.lose()
+            if self._arrives_late:
+                link.partition(False)
+                link.restore()
+
+
+class Split(Generic[L]):
+    """Links at a second server, which has lost the first; ended by `heal` or the end of its `with`
+    block.
+
+    Those of one group leave it together, and break while they do.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[L]], stop_reading: Callable[[L], None]) -> None:
+        self._groups = [tuple(group) for group in groups]
+        for link in itertools.chain(*self._groups):
+            stop_reading(link)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.heal()
+
+    @property
+    def is_over(self) -> bool:
+        """True if nobody is apart."""
+        return not self._groups
+
+    def has(self, link: L) -> bool:
+        """True if a link is at the second server."""
+        return any(link in group for group in self._groups)
+
+    def leave(self, link: L) -> None:
+        """Have a link come back to the first server, with its group."""
+        for group in [group for group in self._groups if link in group]:
+            self._groups.remove(group)
+            for one in group:
+                one.lose()
+                asyncio.get_running_loop().call_later(LEAVING_SECONDS, one.restore)
+
+    def heal(self) -> None:
+        """End it; more calls change nothing. The links break, and are back at once."""
+        groups, self._groups = self._groups, []
+        for link in itertools.chain(*groups):
+            link.lose()
+            link.restore()

@@ -262,10 +262,11 @@ class JetStreamServer:
         stream = self.streams.get(name)
         return NoStream(f"stream {name} not found") if stream is None else at(stream)
 
-    def lose_memory_streams(self) -> None:
-        """Delete what does not survive a restart of the server."""
-        for name in [name for name, stream in self.streams.items() if stream.config.in_memory]:
-            self.delete(name)
+    def lose_streams(self, *, in_memory_only: bool) -> None:
+        """Delete what does not survive a restart of the server, or the loss of its disk either."""
+        for name, stream in list(self.streams.items()):
+            if stream.config.in_memory or not in_memory_only:
+                self.delete(name)
 
     def attach(self, reader: MemoryOrderedConsumer) -> None | NoStream:
         """Feed a reader from where it is, from the next turn on."""

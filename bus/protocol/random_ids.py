@@ -39,8 +39,15 @@ class _Pool:
 
 
 _pool = _Pool()
+
+
+def forget_drawn() -> None:
+    """Draw anew from `os.urandom`: what was drawn of it before is another's."""
+    _pool.forget()
+
+
 # A forked child must not hand out what its parent hands out too.
-os.register_at_fork(after_in_child=_pool.forget)
+os.register_at_fork(after_in_child=forget_drawn)
 
 
 def random_bytes(count: int) -> bytes:

@@ -1,0 +1,204 @@
+"""The processes of a simulation: each has a runtime, and may be killed, frozen or cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import anyio
+
+from dynbus.actors.runtime import Actor, ActorInstance, Runtime
+from dynbus.actors.testing import TestKit
+from dynbus.bus.memory.bus import MemoryConnection
+
+from .loop import SimulatedLoop, process
+
+T = TypeVar("T")
+
+BURIAL_SECONDS: Final = 60.0
+"""Seconds for which the tasks of a dead process may clean up."""
+KNOWN_SECONDS: Final = 15.0
+"""Seconds in which the kit's clients are to know a new instance, unless a fault is in the way."""
+
+
+class Process:
+    """One process of a simulation.
+
+    Attributes:
+        runtime: in which its actors run.
+        instances: the actors that it serves.
+        is_dead: whether it was killed: nothing of it runs any more.
+        is_frozen: whether it stands still.
+    """
+
+    def __init__(self, number: int, loop: SimulatedLoop) -> None:
+        self.number = number
+        self.is_dead = False
+        self.is_frozen = False
+        self.instances: list[ActorInstance] = []
+        self._loop = loop
+        self._runtime: Runtime | None = None
+        self._context = contextvars.copy_context()
+        self._context.run(process.set, self)
+
+    def __repr__(self) -> str:
+        state = "dead" if self.is_dead else "frozen" if self.is_frozen else "runs"
+        return f"<Process {self.number} [{state} | instances: {len(self.instances)}]>"
+
+    @property
+    def runtime(self) -> Runtime:
+        assert self._runtime is not None, "it is opened before anybody has it"
+        return self._runtime
+
+    @property
+    def data(self) -> MemoryConnection:
+        """The connection of its calls and results."""
+        return _of_memory(self.runtime.bus.data)
+
+    @property
+    def control(self) -> MemoryConnection:
+        """The connection of its control lane."""
+        return _of_memory(self.runtime.bus.lane.connection)
+
+    @property
+    def connections(self) -> tuple[MemoryConnection, MemoryConnection]:
+        """Both."""
+        return self.data, self.control
+
+    @property
+    def groups(self) -> Sequence[Sequence[MemoryConnection]]:
+        """Those that are at one server: both."""
+        return (self.connections,)
+
+    async def open(self, make: Callable[[], Awaitable[Runtime]]) -> None:
+        """Make its runtime, as a part of it."""
+        self._runtime = await self.run(make)
+
+    async def run(self, function: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
+        """The result of `function`, which runs as a part of this process.
+
+        Raises:
+            Exception: what it raised.
+        """
+
+        async def carry_out() -> T:
+            return await function(*args, **options)
+
+        return await self._loop.create_task(carry_out(), context=self._context.copy())
+
+    def kill(self) -> None:
+        """Do what kill -9 does: its connections are gone, and nothing of it runs any more."""
+        self.is_dead = True
+        self._loop.hold(self)
+        for connection in self.connections:
+            connection.disconnect()
+
+    def freeze(self) -> None:
+        """Do what SIGSTOP does; the system goes on holding its connections."""
+        self.is_frozen = True
+        self._loop.hold(self)
+
+    def thaw(self) -> None:
+        """Do what SIGCONT does."""
+        self.is_frozen = False
+        if not self.is_dead:
+            self._loop.release(self)
+
+    async def bury(self) -> None:
+        """End the tasks of a process that was killed, which nobody hears of any more."""
+        for connection in self.connections:
+            await connection.close()
+        tasks = self._loop.tasks_of(self)
+        self._loop.release(self)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=BURIAL_SECONDS)
+
+
+def _of_memory(connection: object) -> MemoryConnection:
+    assert isinstance(connection, MemoryConnection), "a kit's connections are in memory"
+    return connection
+
+
+class SimulatedKit(TestKit):
+    """A kit whose runtimes are processes of a simulation.
+
+    Attributes:
+        processes: those that were opened; the first is that of `client`.
+        way: of each connection, see `MemoryConnection`.
+        orphans: the tasks that are left of processes that were closed.
+    """
+
+    def __init__(
+        self, way: Callable[[], float] | None, *, seed: int, settings: Mapping[str, Any]
+    ) -> None:
+        super().__init__(seed=seed, **settings)
+        self.bus.is_cluster = True
+        self.processes: list[Process] = []
+        self.orphans: list[str] = []
+        self.way = way
+        self._numbers = itertools.count()
+
+    async def runtime(self, **settings: Any) -> Runtime:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimulatedLoop), "it is used by `simulate`"
+        opened = Process(next(self._numbers), loop)
+        await opened.open(lambda: TestKit.runtime(self, **settings))
+        for connection in opened.connections:
+            connection.way = self.way
+        self.processes.append(opened)
+        return opened.runtime
+
+    async def start(
+        self,
+        actor: type[Actor],
+        /,
+        *,
+        instance_id: str = "",
+        node: str = "",
+        namespace: str = "",
+        **arguments: Any,
+    ) -> ActorInstance:
+        own = await self.runtime()
+        home = self.process_of(own)
+        names = {"instance_id": instance_id, "node": node, "namespace": namespace}
+        instance = await home.run(own.start, actor, **names, **arguments)
+        home.instances.append(instance)
+        self.started[instance.id] = instance
+        if instance.announced:
+            with anyio.move_on_after(KNOWN_SECONDS):
+                await self.caller.discovery.wait_for_instance(instance.name)
+        return instance
+
+    async def kill(self, instance: ActorInstance) -> None:
+        self.process_of(instance.actor.runtime).kill()
+        await asyncio.sleep(0)
+
+    def process_of(self, runtime: Runtime) -> Process:
+        """The process of a runtime of this kit."""
+        return next(one for one in self.processes if one.runtime is runtime)
+
+    def alive(self) -> Iterator[Process]:
+        """The processes that were not killed and have not ended."""
+        return (one for one in self.processes if not one.is_dead)
+
+    async def bury(self) -> None:
+        """End what is left of the processes that were killed, once the kit is closed."""
+        for one in self.processes:
+            if one.is_dead:
+                await one.bury()
+
+    async def _close(self) -> None:
+        """Close what lives."""
+        for one in self.processes:
+            one.thaw()
+        self._runtimes = [one for one in self._runtimes if not self.process_of(one).is_dead]
+        await super()._close()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimulatedLoop)
+        for one in self.alive():
+            self.orphans += [repr(task) for task in loop.tasks_of(one)]
