@@ -108,7 +108,7 @@ class _Lane:
     Attributes:
         number: by which lanes are ordered, the same in every run.
         process: that they belong to.
-        waiting: each with the number of its arrival.
+        waiting: each with the number of the turn in which it became ready.
     """
 
     __slots__ = ("number", "process", "waiting")
@@ -133,8 +133,9 @@ class ReadyCallbacks:
         self._draw = chance.random
         self._disorder = DISORDERS[int(chance.random() * len(DISORDERS))]
         self._numbers = count()
-        self._arrivals = count()
-        # Numbers of tasks are those of their creation: sets, which have any order, wake some.
+        # One callback may make several ready, and in any order where it has them in a set: they came
+        # in the same turn, and go by the numbers of their lanes, those of tasks by their creation.
+        self._turn = 0
         self._numbered: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._processes: dict[object | None, int] = {}
         self._lanes: dict[int, _Lane] = {}
@@ -173,11 +174,12 @@ class ReadyCallbacks:
         if lane is None:
             lane = self._lanes[number] = _Lane(number, of)
             insort(self._in_order, lane)
-        lane.waiting.append((next(self._arrivals), handle))
+        lane.waiting.append((self._turn, handle))
         self._count += 1
 
     def popleft(self) -> Any:
         """Take out the callback that is run next."""
+        self._turn += 1
         lanes = self._in_order
         if not lanes:
             # The loop counted what a process has that stands still since this turn.
@@ -187,7 +189,7 @@ class ReadyCallbacks:
         elif self._disorder and self._draw() < self._disorder:
             lane = lanes[int(self._draw() * len(lanes))]
         else:
-            lane = min(lanes, key=_arrival)
+            lane = min(lanes, key=_ready_since)
         _, handle = lane.waiting.popleft()
         if not lane.waiting:
             del self._lanes[lane.number]
@@ -218,7 +220,7 @@ class ReadyCallbacks:
             self.append(handle)
 
 
-def _arrival(lane: _Lane) -> int:
+def _ready_since(lane: _Lane) -> int:
     return lane.waiting[0][0]
 
 

@@ -6,12 +6,14 @@ import asyncio
 import contextvars
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import anyio
 
 from dynbus.actors.runtime import Actor, ActorInstance, Runtime
 from dynbus.actors.testing import TestKit
+from dynbus.bus.errors import NoInstances, Unavailable
 from dynbus.bus.memory.bus import MemoryConnection
 
 from .loop import SimulatedLoop, process
@@ -170,7 +172,7 @@ class SimulatedKit(TestKit):
         home.instances.append(instance)
         self.started[instance.id] = instance
         if instance.announced:
-            with anyio.move_on_after(KNOWN_SECONDS):
+            with anyio.move_on_after(KNOWN_SECONDS), suppress(NoInstances, Unavailable):
                 await self.caller.discovery.wait_for_instance(instance.name)
         return instance
 

@@ -16,7 +16,7 @@ from dynbus.actors.calling.options import ClientOptions
 from dynbus.actors.runtime import Actor, ActorInstance
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import START
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import DynbusError, only_cause
 from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.transport import Message
 
@@ -187,25 +187,33 @@ class Simulation:
             Broken: the story did not end, or calls were late.
         """
         self.kit.bus.observers.append(self._note)
-        async with self.kit:
-            try:
-                async with asyncio.timeout(STORY_SECONDS) as limit, task_group() as tasks:
-                    tasks.start_soon(self._nemesis.run, name="nemesis")
-                    await story(self)
-                    tasks.cancel_scope.cancel()
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise Broken(f"the story has not ended after {STORY_SECONDS:g} s") from None
-            self.check()
+        try:
+            async with self.kit:
+                await self._tell(story)
+                self.check()
+            self._check_end()
+        finally:
+            # Nobody hears of them any more, whatever they still say.
+            await self.kit.bury()
+
+    async def _tell(self, story: Callable[[Simulation], Awaitable[object]]) -> None:
+        try:
+            async with asyncio.timeout(STORY_SECONDS) as limit, task_group() as tasks:
+                tasks.start_soon(self._nemesis.run, name="nemesis")
+                await story(self)
+                tasks.cancel_scope.cancel()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Broken(f"the story has not ended after {STORY_SECONDS:g} s") from None
+
+    def _check_end(self) -> None:
         if self._log.errors:
             raise Broken(f"the library logged an error: {self._log.errors[0]}")
         if self.late:
             raise Broken(f"calls ended late: {'; '.join(self.late)}")
         if self.kit.orphans:
             raise Broken(f"tasks are left of processes that were closed: {self.kit.orphans}")
-        # Nobody hears of them any more, whatever they still say.
-        await self.kit.bury()
 
     def all_counts(self) -> Counter[str]:
         """The counts of faults, of what the library did about them, and of the story's own."""
@@ -352,7 +360,7 @@ def tell(
             try:
                 runner.run(begin(), context=contextvars.copy_context())
             except Exception as raised:  # noqa: BLE001 - what a story raises is its outcome
-                error = raised
+                error = only_cause(raised) if isinstance(raised, ExceptionGroup) else raised
             seconds = loops[0].time() - START
         assert simulation is not None, "the loop ran"
         return Told(

@@ -1,0 +1,278 @@
+"""The stories that simulations tell, each with what has to hold whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from typing import ClassVar
+
+import anyio
+import msgspec
+
+from dynbus import (
+    Actor,
+    DynbusError,
+    Overloaded,
+    StreamLost,
+    Topic,
+    Unavailable,
+    call_options,
+    handler,
+    subscribe,
+)
+from dynbus.testing import Simulation
+
+CALLERS = 3
+INSTANCES = 3
+MOVES = 100
+"""As often as a stream may move: faults hit the same one again and again."""
+
+
+class Items(msgspec.Struct, frozen=True):
+    """A request for items `start` to `end`, `pause` seconds apart."""
+
+    start: int
+    end: int
+    pause: float
+
+
+class Shop(Actor, namespace="simulated"):
+    """Answers by what was asked alone, and notes each effect."""
+
+    effects: ClassVar[Counter[str]]
+
+    @handler(idempotent=True)
+    async def read(self, number: int) -> int:
+        await asyncio.sleep(0.05)
+        return number + 1
+
+    @handler
+    async def buy(self, key: str) -> str:
+        self.effects[key] += 1
+        await asyncio.sleep(0.05)
+        return key
+
+    @handler(resume="replay", migration_limit=MOVES)
+    async def replayed(self, request: Items) -> AsyncGenerator[int, None]:
+        for number in range(request.start, request.end):
+            await asyncio.sleep(request.pause)
+            yield number
+
+    @handler(resume="go_on", migration_limit=MOVES)
+    async def resumed(self, request: Items) -> AsyncGenerator[int, None]:
+        for number in range(request.start, request.end):
+            await asyncio.sleep(request.pause)
+            yield number
+
+    @handler
+    async def listed(self, request: Items) -> AsyncGenerator[int, None]:
+        for number in range(request.start, request.end):
+            await asyncio.sleep(request.pause)
+            yield number
+
+    @staticmethod
+    def go_on(request: Items, items: Sequence[int]) -> Items | None:
+        start = request.start + len(items)
+        return msgspec.structs.replace(request, start=start) if start < request.end else None
+
+
+async def _open_shop(simulation: Simulation) -> Counter[str]:
+    Shop.effects = Counter()
+    for _ in range(INSTANCES):
+        await simulation.start(Shop)
+    return Shop.effects
+
+
+async def calls(simulation: Simulation) -> None:
+    """A call that may be repeated has its answer; one that may not has its effect once at most, and
+    an error that says that it did not begin is right."""
+    effects = await _open_shop(simulation)
+    patient = simulation.client(Shop, wait=30.0, retries=30, timeout=90.0)
+    plain = simulation.client(Shop, timeout=10.0)
+    claims: dict[str, bool] = {}
+
+    async def read(caller: int) -> None:
+        for number in range(8):
+            assert await patient.read(number) == number + 1
+            await asyncio.sleep(simulation.random.random())
+
+    async def buy(caller: int) -> None:
+        for number in range(12):
+            key = f"{caller}-{number}"
+            try:
+                assert await plain.buy(key) == key
+                claims[key] = True
+            except DynbusError as error:
+                simulation.counts[f"buy: {error.code}"] += 1
+                if not error.started:
+                    claims[key] = False
+            await asyncio.sleep(simulation.random.random())
+
+    async with anyio.create_task_group() as callers:
+        for caller in range(CALLERS):
+            callers.start_soon(read, caller)
+            callers.start_soon(buy, caller)
+    await simulation.over()
+    # What is on its way arrives.
+    await asyncio.sleep(5.0)
+    for key, number in effects.items():
+        assert number == 1, f"{key} was bought {number} times"
+    for key, happened in claims.items():
+        assert effects[key] == happened, f"{key} was bought {effects[key]} times: {happened}"
+
+
+async def streams(simulation: Simulation) -> None:
+    """A stream that says how it goes on has all of its items, once and in order; any other has its
+    first ones, and ends with `StreamLost` where it has not all."""
+    await _open_shop(simulation)
+    client = simulation.client(Shop, wait=30.0, retries=30, timeout=120.0)
+
+    async def whole(caller: int) -> None:
+        way = (client.replayed, client.resumed)[caller % 2]
+        pause = 0.02 + 0.3 * simulation.random.random()
+        seen: list[int] = []
+        async for item in way(Items(0, 30, pause)):
+            seen.append(item)
+            assert seen == list(range(len(seen))), f"a stream has {seen[-3:]}"
+        assert len(seen) == 30, f"a stream ended after {len(seen)} of 30 items"
+
+    async def partial(caller: int) -> None:
+        for _ in range(3):
+            seen: list[int] = []
+            try:
+                async for item in client.listed(Items(0, 20, 0.1)):
+                    seen.append(item)
+                    assert seen == list(range(len(seen))), f"a stream has {seen[-3:]}"
+                assert len(seen) == 20, f"a stream ended well after {len(seen)} of 20 items"
+            except StreamLost:
+                simulation.counts["listed: StreamLost"] += 1
+
+    async with anyio.create_task_group() as callers:
+        for caller in range(2 * CALLERS):
+            callers.start_soon(whole, caller)
+        for caller in range(CALLERS):
+            callers.start_soon(partial, caller)
+
+
+class Order(msgspec.Struct, frozen=True):
+    number: int
+
+
+class Billing(Actor, namespace="simulated"):
+    """Does jobs, and notes each try."""
+
+    tries: ClassVar[Counter[int]]
+
+    @handler(durable=True, tries=20, backoff=0.5, ack_wait=5.0)
+    async def bill(self, order: Order) -> str:
+        self.tries[order.number] += 1
+        await asyncio.sleep(0.1)
+        return f"{order.number} {self.tries[order.number]}"
+
+
+async def jobs(simulation: Simulation) -> None:
+    """A job that was submitted is done, and has one result, whoever asks for it how often."""
+    tries = Billing.tries = Counter()
+    for _ in range(INSTANCES):
+        await simulation.start(Billing)
+    client = simulation.client(Billing)
+
+    async def submit(number: int) -> None:
+        await asyncio.sleep(4.0 * simulation.random.random())
+        while True:
+            try:
+                job = await client.bill.submit(Order(number), idempotency_key=f"order-{number}")
+                break
+            except (Unavailable, Overloaded):
+                simulation.counts["submit repeated"] += 1
+                await asyncio.sleep(0.5)
+        result = await job.result(timeout=300.0)
+        assert result.partition(" ")[0] == str(number), f"job {number} has the result {result!r}"
+        await asyncio.sleep(10.0 * simulation.random.random())
+        again = await job.result(timeout=300.0)
+        assert again == result, f"job {number} has the results {result!r} and {again!r}"
+
+    async with anyio.create_task_group() as submitters:
+        for number in range(8):
+            submitters.start_soon(submit, number)
+    for number in range(8):
+        simulation.counts["tries beyond the first"] += tries[number] - 1
+
+
+class Closed(msgspec.Struct, frozen=True):
+    number: int
+
+
+closed = Topic("closed", Closed, namespace="simulated", retain="1h")
+
+
+class Archive(Actor, namespace="simulated"):
+    """Hears each event once for its group."""
+
+    heard: ClassVar[Counter[int]]
+
+    @subscribe(closed, group="archive", ack_wait=5.0, backoff=0.5)
+    async def keep(self, event: Closed) -> None:
+        self.heard[event.number] += 1
+
+
+async def events(simulation: Simulation) -> None:
+    """An event that was published reaches its group."""
+    heard = Archive.heard = Counter()
+    for _ in range(INSTANCES):
+        await simulation.start(Archive)
+
+    async def publish(number: int) -> None:
+        await asyncio.sleep(6.0 * simulation.random.random())
+        while True:
+            try:
+                await closed.publish(
+                    Closed(number), runtime=simulation.kit.caller, idempotency_key=str(number)
+                )
+                return
+            except (Unavailable, Overloaded):
+                simulation.counts["publish repeated"] += 1
+                await asyncio.sleep(0.5)
+
+    async with anyio.create_task_group() as publishers:
+        for number in range(10):
+            publishers.start_soon(publish, number)
+    await simulation.over()
+    with anyio.move_on_after(200.0):
+        while len(heard) < 10:
+            await asyncio.sleep(0.5)
+    assert sorted(heard) == list(range(10)), f"the group heard {sorted(heard)}"
+    simulation.counts["events heard again"] += heard.total() - 10
+
+
+async def light_load(simulation: Simulation) -> None:
+    """Without faults no call fails, and nothing is logged: to be told with an empty plan."""
+    effects = await _open_shop(simulation)
+    client = simulation.client(Shop)
+
+    async def buy(caller: int) -> None:
+        for number in range(30):
+            assert await client.buy(f"{caller}-{number}") == f"{caller}-{number}"
+            await asyncio.sleep(0.3 * simulation.random.random())
+
+    async with anyio.create_task_group() as callers:
+        for caller in range(CALLERS):
+            callers.start_soon(buy, caller)
+    assert set(effects.values()) == {1}
+
+
+async def discovery(simulation: Simulation) -> None:
+    """When all is healed, the caller knows the instances that live, and no others."""
+    await _open_shop(simulation)
+    await simulation.over()
+    await asyncio.sleep(40.0)
+    alive = {
+        instance.id for one in simulation.kit.alive() for instance in one.instances
+    }
+    known = set(simulation.kit.caller.instance_ids(Shop))
+    assert known == alive, f"known are {sorted(known)}, alive are {sorted(alive)}"
+    client = simulation.client(Shop, timeout=5.0)
+    with call_options(retries=0):
+        for number in range(2 * INSTANCES):
+            assert await client.read(number) == number + 1
