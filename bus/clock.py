@@ -87,6 +87,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
             heartbeat that never ends is found too.
         patience: real seconds for which a thread is waited for. Then `Deadlock` is raised for
             a job, and other threads are left alone.
+        alone: whether no thread works for it and no socket is open, so that none is looked for.
 
     Attributes:
         set_forward: seconds by which the time of day was set forward, beyond what has gone by.
@@ -98,9 +99,10 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         start: float = START,
         limit: float = DEFAULT_LIMIT,
         patience: float = DEFAULT_PATIENCE,
+        alone: bool = False,
     ) -> None:
         self._threads = WorkingThreads()
-        self._virtual = _VirtualSelector(self, self._threads, start, limit, patience)
+        self._virtual = _VirtualSelector(self, self._threads, start, limit, patience, alone)
         self._foreign: WeakSet[asyncio.TimerHandle] = WeakSet()
         self.set_forward = 0.0
         super().__init__(self._virtual)
@@ -174,8 +176,10 @@ class _VirtualSelector(selectors.DefaultSelector):
         start: float,
         limit: float,
         patience: float,
+        alone: bool,
     ) -> None:
         super().__init__()
+        self._alone = alone
         self.now = start
         self._threads = threads
         self._loop = loop
@@ -189,12 +193,15 @@ class _VirtualSelector(selectors.DefaultSelector):
         self._end += seconds
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = super().select(0)
-        if events or (timeout is not None and timeout <= 0):
-            return events
-        events = self._wait_for_threads() or super().select(self._real_wait(timeout))
-        if events:
-            return events
+        if not self._alone:
+            events = super().select(0)
+            if events or (timeout is not None and timeout <= 0):
+                return events
+            events = self._wait_for_threads() or super().select(self._real_wait(timeout))
+            if events:
+                return events
+        elif timeout is not None and timeout <= 0:
+            return []
         if self.waiters:
             waiters, self.waiters = self.waiters, []
             for waiter in waiters:

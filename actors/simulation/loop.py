@@ -19,7 +19,7 @@ from concurrent.futures import Executor
 from contextvars import ContextVar
 from itertools import count
 from typing import Any, Final, TypeVar, TypeVarTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from dynbus.bus.clock import JumpingLoop
 from dynbus.bus.memory.bus import MemoryConnection
@@ -43,14 +43,14 @@ class SimulatedLoop(JumpingLoop):
     """
 
     def __init__(self, chance: random.Random, *, limit: float) -> None:
-        super().__init__(limit=limit)
+        super().__init__(limit=limit, alone=True)
         self._ready = ReadyCallbacks(chance)
         self._own_thread = threading.get_ident()
         self._tasks: dict[object, WeakSet[asyncio.Task[Any]]] = {}
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
         task = super().create_task(coro, **options)
-        self._ready.number(task)
+        self._ready.add(task)
         context: contextvars.Context | None = options.get("context")
         of = process.get() if context is None else context.get(process)
         if of is not None:
@@ -62,6 +62,20 @@ class SimulatedLoop(JumpingLoop):
         return sorted(
             (task for task in self._tasks.get(of, ()) if not task.done()), key=self._ready.number
         )
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        # Whose timer it is is of use to `pass_time` alone.
+        return asyncio.SelectorEventLoop.call_at(self, when, callback, *args, context=context)
+
+    def has_foreign_timers(self) -> bool:
+        # The nemesis has timers: no hours are leapt over.
+        return True
 
     def call_soon_threadsafe(
         self,
@@ -136,7 +150,8 @@ class ReadyCallbacks:
         # One callback may make several ready, and in any order where it has them in a set: they came
         # in the same turn, and go by the numbers of their lanes, those of tasks by their creation.
         self._turn = 0
-        self._numbered: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        # By `id`: a task that has that of another, which is gone, is numbered when it is made.
+        self._numbered: dict[int, int] = {}
         self._processes: dict[object | None, int] = {}
         self._lanes: dict[int, _Lane] = {}
         self._in_order: list[_Lane] = []
@@ -151,9 +166,12 @@ class ReadyCallbacks:
 
     def number(self, owner: Any) -> int:
         """The number of the lane of a task or a connection."""
-        number = self._numbered.get(owner)
-        if number is None:
-            number = self._numbered[owner] = next(self._numbers)
+        number = self._numbered.get(id(owner))
+        return self.add(owner) if number is None else number
+
+    def add(self, owner: Any) -> int:
+        """A task or a connection is made, or met first; the number of its lane."""
+        number = self._numbered[id(owner)] = next(self._numbers)
         return number
 
     def append(self, handle: Any) -> None:
