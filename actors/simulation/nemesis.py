@@ -22,8 +22,9 @@ from .processes import Process, SimulatedKit
 
 MOST_LATE: Final = 2.0
 """Seconds that a message is late at most, of a connection that is slow."""
-NOTICED_AFTER: Final = 1.5
-"""Seconds after which a link that is silent is left; a process with calls open notices that soon."""
+NOTICED_AFTER: Final = (0.9, 1.5)
+"""Seconds after which a link that is silent is left, from and to, by `Fault.manner`: a process with
+calls open notices that soon."""
 LEAST_LOSS: Final = 0.02
 MOST_LOSS: Final = 0.5
 LOST_SUBJECTS: Final = (">", "_R.*.*.f", "*.*._ctl.*", "_R.*.*.ctl.f", "$JS.API.>")
@@ -141,7 +142,7 @@ class Nemesis:
                 one = there[fault.among(len(there))]
                 data, control = one.connections
                 links = ((data,), (control,), (data, control))[int(fault.manner * 0.999 * 3)]
-                self._disturb(fault.kind, links, healed)
+                self._disturb(fault, links, healed)
                 return (one,)
 
     def _end(
@@ -164,17 +165,20 @@ class Nemesis:
         return (victim,)
 
     def _disturb(
-        self, kind: Kind, links: Sequence[MemoryConnection], healed: AsyncExitStack
+        self, fault: Fault, links: Sequence[MemoryConnection], healed: AsyncExitStack
     ) -> None:
-        if kind is Kind.CUT:
+        if fault.kind is Kind.CUT:
             self._cut(links, healed)
-        elif kind is Kind.SLOW:
+        elif fault.kind is Kind.SLOW:
             for link in links:
                 link.way = self._slow
                 healed.callback(setattr, link, "way", self._kit.way)
         else:
+            low, high = NOTICED_AFTER
             silence = self._kit.bus.partition(
-                *links, notice_after=NOTICED_AFTER, arrives_late=kind is Kind.LATE
+                *links,
+                notice_after=low + (high - low) * (fault.manner * 3 % 1),
+                arrives_late=fault.kind is Kind.LATE,
             )
             healed.callback(silence.heal)
 
@@ -196,7 +200,13 @@ class Nemesis:
         if self._kit.bus.is_split:
             return None
         drawn = random.Random(fault.pick)
-        groups = [(one, group) for one in there for group in one.groups if drawn.random() < 0.5]
-        split = self._kit.bus.split(*(group for _, group in groups))
+        sides: tuple[list[Sequence[MemoryConnection]], list[Sequence[MemoryConnection]]] = [], []
+        hit: set[Process] = set()
+        for one in there:
+            for group in one.groups:
+                is_apart = drawn.random() < 0.5
+                sides[is_apart].append(group)
+                hit |= {one} if is_apart else set()
+        split = self._kit.bus.split(*sides)
         healed.callback(split.heal)
-        return {one for one, _ in groups}
+        return hit

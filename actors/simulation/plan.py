@@ -54,7 +54,7 @@ SECONDS: Final[Mapping[Kind, tuple[float, float]]] = {
     Kind.LOSS: (0.5, 4.0),
     Kind.SILENCE: (0.2, 8.0),
     Kind.LATE: (3.0, 8.0),
-    Kind.SPLIT: (0.5, 8.0),
+    Kind.SPLIT: (0.5, 15.0),
     Kind.SERVER: (0.1, 3.0),
     Kind.DISK: (0.1, 3.0),
 }

@@ -31,7 +31,8 @@ class Process:
 
     Attributes:
         runtime: in which its actors run.
-        instances: the actors that it serves.
+        instances: the actors that it serves; of one that was killed none.
+        served: those that it has ever served.
         is_dead: whether it was killed: nothing of it runs any more.
         is_frozen: whether it stands still.
     """
@@ -41,6 +42,7 @@ class Process:
         self.is_dead = False
         self.is_frozen = False
         self.instances: list[ActorInstance] = []
+        self.served: list[ActorInstance] = []
         self._loop = loop
         self._runtime: Runtime | None = None
         self._context = contextvars.copy_context()
@@ -170,6 +172,7 @@ class SimulatedKit(TestKit):
         names = {"instance_id": instance_id, "node": node, "namespace": namespace}
         instance = await home.run(own.start, actor, **names, **arguments)
         home.instances.append(instance)
+        home.served.append(instance)
         self.started[instance.id] = instance
         if instance.announced:
             with anyio.move_on_after(KNOWN_SECONDS), suppress(NoInstances, Unavailable):

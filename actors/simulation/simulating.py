@@ -6,8 +6,9 @@ import asyncio
 import contextvars
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, Unpack
 
 import anyio
@@ -16,7 +17,7 @@ from dynbus.actors.calling.options import ClientOptions
 from dynbus.actors.runtime import Actor, ActorInstance
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import START
-from dynbus.bus.errors import DynbusError, only_cause
+from dynbus.bus.errors import Unavailable, only_cause
 from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.transport import Message
 
@@ -133,19 +134,22 @@ class Simulation:
         return self._nemesis.troubles
 
     async def start(self, actor: type[Actor], /, **arguments: Any) -> ActorInstance:
-        """Start an actor in a process of its own, see `TestKit.start`; the faults may kill it, and
-        start another like it.
+        """Start an actor in a process of its own, see `TestKit.start`, again and again where the bus
+        is away; the faults may kill it, and start another like it.
 
         Raises:
             ConfigError: the class or an argument is not usable.
+            Exception: what `on_start` raised.
         """
-
-        async def start_one() -> ActorInstance:
-            return await self.kit.start(actor, **arguments)
-
-        instance = await start_one()
-        self._started[instance.id] = start_one
-        return instance
+        while True:
+            try:
+                instance = await self.kit.start(actor, **arguments)
+            except Unavailable:
+                # As a supervisor does.
+                await anyio.sleep(RETRY_PAUSE)
+                continue
+            self._started[instance.id] = partial(self.start, actor, **arguments)
+            return instance
 
     def client(self, actor: type[A], **options: Unpack[ClientOptions]) -> A:
         """A client of an actor, see `TestKit.client`, whose calls are to end in time."""
@@ -158,17 +162,14 @@ class Simulation:
         """Wait until the plan is over and what it did is healed."""
         await self._nemesis.done.wait()
 
-    def was_disturbed(self, since: float, *kinds: Kind, after: float = 0.0) -> bool:
-        """True if a fault was there after `since`.
+    def undisturbed(self, since: float, *, despite: Collection[Kind] = ()) -> float:
+        """Seconds for which no fault has been there, from `since` on; 0 while one is.
 
         Args:
-            kinds: of those alone; of all where none is given.
-            after: seconds for which a fault goes on to be felt once it has ended.
+            despite: kinds of faults that do not count.
         """
-        return any(
-            one.ended + after >= since and (not kinds or one.fault.kind in kinds)
-            for one in self.troubles
-        )
+        ends = [one.ended for one in self.troubles if one.fault.kind not in despite]
+        return max(0.0, self.now - max(since, *ends, since))
 
     def check(self) -> None:
         """See whether all invariants hold.
@@ -230,16 +231,9 @@ class Simulation:
 
     async def _replace(self, lost: Sequence[ActorInstance]) -> None:
         for instance in lost:
-            start_one = self._started.get(instance.id)
-            while start_one is not None:
-                try:
-                    following = await start_one()
-                except DynbusError:
-                    # As a supervisor would: the bus may be away.
-                    await anyio.sleep(RETRY_PAUSE)
-                    continue
-                self._started[following.id] = start_one
-                break
+            start = self._started.pop(instance.id, None)
+            if start is not None:
+                await start()
 
 
 class Told(NamedTuple):

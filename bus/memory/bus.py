@@ -152,22 +152,24 @@ class MemoryBus:
         """
         return Partition(connections, notice_after, arrives_late=arrives_late)
 
-    def split(self, *groups: Sequence[MemoryConnection]) -> Split[MemoryConnection]:
-        """Have connections be at a second server, which has no JetStream and has lost the first.
-        All are told that a server is lost.
+    def split(
+        self,
+        first: Sequence[Sequence[MemoryConnection]],
+        second: Sequence[Sequence[MemoryConnection]],
+    ) -> Split[MemoryConnection]:
+        """Have connections be at two servers, which lose each other without noticing, and of which
+        the second has no JetStream then.
 
         Args:
-            groups: the connections there; those of one group leave it together, when one of them
-                is told to.
+            first, second: the connections there, by groups: those of one leave together, when one
+                of them is told to.
 
         Raises:
             RuntimeError: it is split already, or no cluster.
         """
         if self.is_split or not self.is_cluster:
             raise RuntimeError("the bus is split already, or has one server: see `is_cluster`")
-        self._split = Split(groups, self.jetstream.detach)
-        for connection in self.connections:
-            connection.deliver(connection.peer_lost)
+        self._split = Split(first, second, self.jetstream.detach)
         return self._split
 
     def stop(self, *, keep_disk: bool = True) -> None:
@@ -264,12 +266,12 @@ class MemoryBus:
         return self._split is not None and self._split.has(connection)
 
     def leave_server(self, connection: MemoryConnection) -> None:
-        """Have a connection that is apart come back to the first server, with its group."""
-        if self._split is not None:
+        """Have a connection go to the other server, with its group, where the bus is split."""
+        if self._split is not None and not self._split.is_over:
             self._split.leave(connection)
 
     def _fan_out(self, sender: MemoryConnection | None, message: Message) -> bool:
-        """Deliver a message; True when anybody hears it.
+        """Deliver a message; True when anybody hears it, or would at a server that was lost.
 
         Args:
             sender: None for the server.
@@ -278,8 +280,10 @@ class MemoryBus:
         matching = self._subscriptions.match(message.subject)
         if self.is_split:
             side = sender is not None and self.is_apart(sender)
-            matching = [one for one in matching if self.is_apart(one.connection) is side]
-        for subscription in matching:
+            there = [one for one in matching if self.is_apart(one.connection) is side]
+        else:
+            there = matching
+        for subscription in there:
             if subscription.queue:
                 groups.setdefault(subscription.queue, []).append(subscription)
             else:
@@ -380,7 +384,6 @@ class MemoryConnection(WatchedConnection):
         self._flush_waiters: list[asyncio.Future[None]] = []
         self._answers: set[asyncio.Future[None]] = set()
         self._numbers = itertools.count(1)
-        self._peer_lost_listeners: list[Callable[[], None]] = []
         self._jetstream = MemoryJetStream(self, bus.jetstream, partial(bus.store, self))
 
     def __repr__(self) -> str:
@@ -419,12 +422,7 @@ class MemoryConnection(WatchedConnection):
         return self._bus.is_cluster
 
     def on_peer_lost(self, listener: Callable[[], None]) -> None:
-        self._peer_lost_listeners.append(listener)
-
-    def peer_lost(self) -> None:
-        """The server tells that its cluster has lost another one."""
-        for listener in self._peer_lost_listeners:
-            listener()
+        """In memory no server notices that it has lost another, so `listener` is never called."""
 
     def leave_server(self, why: str) -> None:
         """In memory there is no other server, unless the bus is split."""

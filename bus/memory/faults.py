@@ -170,16 +170,27 @@ class Partition:
 
 
 class Split(Generic[L]):
-    """Links at a second server, which has lost the first; ended by `heal` or the end of its `with`
-    block.
+    """Two servers that have lost each other; ended by `heal` or the end of its `with` block.
 
-    Those of one group leave it together, and break while they do.
+    Links of one group go from one server to the other together, and break while they do.
+
+    Args:
+        first, second: the groups at either server.
+        stop_reading: called with each link at the second, which has no JetStream.
     """
 
-    def __init__(self, groups: Sequence[Sequence[L]], stop_reading: Callable[[L], None]) -> None:
-        self._groups = [tuple(group) for group in groups]
-        for link in itertools.chain(*self._groups):
-            stop_reading(link)
+    def __init__(
+        self,
+        first: Sequence[Sequence[L]],
+        second: Sequence[Sequence[L]],
+        stop_reading: Callable[[L], None],
+    ) -> None:
+        self.is_over = False
+        self._groups = [*map(tuple, first), *map(tuple, second)]
+        self._apart = set(itertools.chain.from_iterable(second))
+        for group in second:
+            for link in group:
+                stop_reading(link)
 
     def __enter__(self) -> Self:
         return self
@@ -187,26 +198,22 @@ class Split(Generic[L]):
     def __exit__(self, *_: object) -> None:
         self.heal()
 
-    @property
-    def is_over(self) -> bool:
-        """True if nobody is apart."""
-        return not self._groups
-
     def has(self, link: L) -> bool:
         """True if a link is at the second server."""
-        return any(link in group for group in self._groups)
+        return link in self._apart
 
     def leave(self, link: L) -> None:
-        """Have a link come back to the first server, with its group."""
-        for group in [group for group in self._groups if link in group]:
-            self._groups.remove(group)
-            for one in group:
-                one.lose()
-                asyncio.get_running_loop().call_later(LEAVING_SECONDS, one.restore)
+        """Have a link go to the other server, with its group."""
+        for one in next((group for group in self._groups if link in group), (link,)):
+            one.lose()
+            self._apart ^= {one}
+            asyncio.get_running_loop().call_later(LEAVING_SECONDS, one.restore)
 
     def heal(self) -> None:
-        """End it; more calls change nothing. The links break, and are back at once."""
-        groups, self._groups = self._groups, []
-        for link in itertools.chain(*groups):
+        """End it; more calls change nothing. What was at the second server breaks, and is back at
+        once."""
+        self.is_over = True
+        for link in [one for group in self._groups for one in group if one in self._apart]:
+            self._apart.discard(link)
             link.lose()
             link.restore()

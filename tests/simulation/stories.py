@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 import anyio
@@ -18,10 +19,12 @@ from dynbus import (
     Topic,
     Unavailable,
     call_options,
+    context,
+    depends,
     handler,
     subscribe,
 )
-from dynbus.testing import Simulation
+from dynbus.testing import Kind, Simulation
 
 CALLERS = 3
 INSTANCES = 3
@@ -52,6 +55,11 @@ class Shop(Actor, namespace="simulated"):
         self.effects[key] += 1
         await asyncio.sleep(0.05)
         return key
+
+    @handler(timeout=60.0)
+    async def rest(self, seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
 
     @handler(resume="replay", migration_limit=MOVES)
     async def replayed(self, request: Items) -> AsyncGenerator[int, None]:
@@ -122,37 +130,69 @@ async def calls(simulation: Simulation) -> None:
         assert effects[key] == happened, f"{key} was bought {effects[key]} times: {happened}"
 
 
-async def streams(simulation: Simulation) -> None:
+STILL = 5.0
+"""Seconds for which a stream may stand still once nothing disturbs it any more."""
+
+
+class Reading:
+    """The items of a stream as they come: in order, each once, and none too late."""
+
+    def __init__(self, simulation: Simulation, pause: float, despite: Collection[Kind] = ()) -> None:
+        self.simulation = simulation
+        self.count = 0
+        self._still = STILL + pause
+        self._despite = despite
+        self._last = simulation.now
+
+    def item(self, item: int) -> None:
+        """The next one came."""
+        assert item == self.count, f"item {item} came after {self.count} items"
+        self.count += 1
+        self.in_time()
+
+    def in_time(self) -> None:
+        """It is not too late."""
+        still = self.simulation.undisturbed(self._last, despite=self._despite)
+        assert still <= self._still, f"a stream stood still for {still:.1f} s, undisturbed"
+        self._last = self.simulation.now
+
+
+async def streams(simulation: Simulation, despite: Collection[Kind] = ()) -> None:
     """A stream that says how it goes on has all of its items, once and in order; any other has its
-    first ones, and ends with `StreamLost` where it has not all."""
+    first ones, and ends with `StreamLost` where it has not all. None stands still."""
     await _open_shop(simulation)
     client = simulation.client(Shop, wait=30.0, retries=30, timeout=120.0)
 
     async def whole(caller: int) -> None:
-        way = (client.replayed, client.resumed)[caller % 2]
+        way, replays = ((client.replayed, True), (client.resumed, False))[caller % 2]
         pause = 0.02 + 0.3 * simulation.random.random()
-        seen: list[int] = []
+        # What is replayed is computed again.
+        reading = Reading(simulation, 30 * pause if replays else pause, despite)
         async for item in way(Items(0, 30, pause)):
-            seen.append(item)
-            assert seen == list(range(len(seen))), f"a stream has {seen[-3:]}"
-        assert len(seen) == 30, f"a stream ended after {len(seen)} of 30 items"
+            reading.item(item)
+        assert reading.count == 30, f"a stream ended after {reading.count} of 30 items"
 
     async def partial(caller: int) -> None:
         for _ in range(3):
-            seen: list[int] = []
+            reading = Reading(simulation, 0.1)
             try:
                 async for item in client.listed(Items(0, 20, 0.1)):
-                    seen.append(item)
-                    assert seen == list(range(len(seen))), f"a stream has {seen[-3:]}"
-                assert len(seen) == 20, f"a stream ended well after {len(seen)} of 20 items"
+                    reading.item(item)
+                assert reading.count == 20, f"a stream ended well after {reading.count} items"
             except StreamLost:
                 simulation.counts["listed: StreamLost"] += 1
+            reading.in_time()
 
     async with anyio.create_task_group() as callers:
         for caller in range(2 * CALLERS):
             callers.start_soon(whole, caller)
         for caller in range(CALLERS):
             callers.start_soon(partial, caller)
+
+
+async def split_streams(simulation: Simulation) -> None:
+    """Streams that go on do so while servers have lost each other: to be told with `Kind.SPLIT`."""
+    await streams(simulation, despite={Kind.SPLIT})
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -276,3 +316,79 @@ async def discovery(simulation: Simulation) -> None:
     with call_options(retries=0):
         for number in range(2 * INSTANCES):
             assert await client.read(number) == number + 1
+
+
+class Inner(Actor, namespace="simulated"):
+    """The innermost of three."""
+
+    @handler(resume="replay", migration_limit=1)
+    async def count(self, request: Items) -> AsyncGenerator[int, None]:
+        for number in range(request.start, request.end):
+            await asyncio.sleep(request.pause)
+            yield number
+
+
+class Middle(Actor, namespace="simulated"):
+    """Counts by another, and notes where each of its streams began."""
+
+    inner = depends(Inner)
+    begun: ClassVar[dict[str, list[str]]]
+
+    @handler(resume="replay", migration_limit=MOVES)
+    async def count(self, request: Items) -> AsyncGenerator[int, None]:
+        self.begun.setdefault(context().id, []).append(self.instance_id)
+        async for number in self.inner.count(request):
+            yield number
+
+
+async def levels(simulation: Simulation) -> None:
+    """A stream moves for the loss of its own instance alone, and not for that of one which its
+    handler called: to be told with `Kind.KILL`."""
+    begun = Middle.begun = {}
+    for actor in (Inner, Middle):
+        for _ in range(INSTANCES):
+            await simulation.start(actor)
+    client = simulation.client(Middle, wait=30.0, timeout=60.0)
+
+    async def read(caller: int) -> None:
+        with suppress(StreamLost, DynbusError), call_options(request_id=f"stream-{caller}"):
+            reading = Reading(simulation, 60.0)
+            async for item in client.count(Items(0, 30, 0.2)):
+                reading.item(item)
+
+    async with anyio.create_task_group() as callers:
+        for caller in range(CALLERS):
+            callers.start_soon(read, caller)
+    killed = {
+        instance.id for one in simulation.troubles for process in one.processes
+        for instance in process.served
+    }
+    for request, instances in begun.items():
+        left = set(instances[:-1]) - killed
+        assert not left, f"{request} moved away from {sorted(left)}, which nothing happened to"
+
+
+async def long_calls(simulation: Simulation) -> None:
+    """A call that begins after a link was left ends well, whatever the link still delivers: to be
+    told with `Kind.LATE`."""
+    await _open_shop(simulation)
+    client = simulation.client(Shop, wait=10.0, timeout=60.0)
+
+    def began_in_peace(at: float) -> bool:
+        return all(one.began + 4.0 < at for one in simulation.troubles)
+
+    async def wait(caller: int) -> None:
+        for number in range(6):
+            began, seconds = simulation.now, 0.5 + 4.0 * simulation.random.random()
+            try:
+                assert await client.rest(seconds) == seconds
+            except DynbusError as error:
+                in_peace = began_in_peace(began) and not any(
+                    one.began > began for one in simulation.troubles
+                )
+                assert not in_peace, f"call {number} of {caller} failed in peace: {error}"
+                simulation.counts[f"rest: {error.code}"] += 1
+
+    async with anyio.create_task_group() as callers:
+        for caller in range(2 * CALLERS):
+            callers.start_soon(wait, caller)
