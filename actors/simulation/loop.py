@@ -31,6 +31,9 @@ DISORDERS: Final = (0.0, 0.05, 0.3, 1.0)
 """The share of turns that go to any lane, rather than to what has been ready for longest; each
 simulation has one of them. Some faults need much disorder, and others the usual order."""
 
+LANE: Final = "simulated_lane"
+"""The attribute of tasks and connections that has the number of their lane."""
+
 process: ContextVar[object | None] = ContextVar("simulated_process", default=None)
 """The process that code runs in; None for the story itself, which never stands still."""
 
@@ -50,7 +53,6 @@ class SimulatedLoop(JumpingLoop):
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
         task = super().create_task(coro, **options)
-        self._ready.add(task)
         context: contextvars.Context | None = options.get("context")
         of = process.get() if context is None else context.get(process)
         if of is not None:
@@ -150,8 +152,6 @@ class ReadyCallbacks:
         # One callback may make several ready, and in any order where it has them in a set: they came
         # in the same turn, and go by the numbers of their lanes, those of tasks by their creation.
         self._turn = 0
-        # By `id`: a task that has that of another, which is gone, is numbered when it is made.
-        self._numbered: dict[int, int] = {}
         self._processes: dict[object | None, int] = {}
         self._lanes: dict[int, _Lane] = {}
         self._in_order: list[_Lane] = []
@@ -164,14 +164,12 @@ class ReadyCallbacks:
     def __repr__(self) -> str:
         return f"<ReadyCallbacks [{self._count} in {len(self._lanes)} lanes]>"
 
-    def number(self, owner: Any) -> int:
-        """The number of the lane of a task or a connection."""
-        number = self._numbered.get(id(owner))
-        return self.add(owner) if number is None else number
-
-    def add(self, owner: Any) -> int:
-        """A task or a connection is made, or met first; the number of its lane."""
-        number = self._numbered[id(owner)] = next(self._numbers)
+    def number(self, owner: asyncio.Task[Any] | MemoryConnection) -> int:
+        """The number of the lane of a task or a connection: that of its first callback."""
+        number: int | None = getattr(owner, LANE, None)
+        if number is None:
+            number = next(self._numbers)
+            setattr(owner, LANE, number)
         return number
 
     def append(self, handle: Any) -> None:

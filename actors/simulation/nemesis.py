@@ -199,14 +199,8 @@ class Nemesis:
     ) -> Collection[Process] | None:
         if self._kit.bus.is_split:
             return None
-        drawn = random.Random(fault.pick)
-        sides: tuple[list[Sequence[MemoryConnection]], list[Sequence[MemoryConnection]]] = [], []
-        hit: set[Process] = set()
-        for one in there:
-            for group in one.groups:
-                is_apart = drawn.random() < 0.5
-                sides[is_apart].append(group)
-                hit |= {one} if is_apart else set()
-        split = self._kit.bus.split(*sides)
-        healed.callback(split.heal)
-        return hit
+        lonely = there[fault.among(len(there))]
+        second = lonely.groups[int(fault.manner * 0.999 * len(lonely.groups))]
+        first = [group for one in there for group in one.groups if group != second]
+        healed.callback(self._kit.bus.split(first, [second]).heal)
+        return (lonely,)

@@ -37,7 +37,7 @@ class Kind(StrEnum):
     LATE = "late"
     """A silent link is left for another, and what it held arrives when the fault ends."""
     SPLIT = "split"
-    """Some processes are at a second server, which loses the first."""
+    """The server of one process, which is not that of the others, loses them."""
     SERVER = "server"
     """The server dies, and is started again when the fault ends."""
     DISK = "disk"

@@ -1,0 +1,125 @@
+"""The library under every fault that a simulation has: some seeds of each story at every push, and
+minutes or hours of them with `-m simulation`.
+
+`SIMULATION_SEEDS` is how many seeds a story has with the mark, `SIMULATION_SEED` the first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import pytest
+
+from dynbus.testing import Kind, Simulation, simulate
+
+from .stories import (
+    calls,
+    discovery,
+    events,
+    jobs,
+    levels,
+    light_load,
+    long_calls,
+    split_streams,
+    streams,
+)
+
+Story = Callable[[Simulation], Awaitable[object]]
+
+SEEDS: Final = int(os.environ.get("SIMULATION_SEEDS", "200"))
+FIRST: Final = int(os.environ.get("SIMULATION_SEED", "0"))
+AT_A_PUSH: Final = 10
+
+
+class Telling(NamedTuple):
+    """A story, and how it is told.
+
+    Attributes:
+        faults: their weights; None for all that lose nothing that is stored.
+        most_faults: of one seed.
+        paths: counts that have to be above 0 when it was told often enough: the ways of the library
+            that the faults are to reach.
+    """
+
+    story: Story
+    faults: Mapping[Kind, float] | None = None
+    most_faults: int = 6
+    paths: Sequence[str] = ()
+
+
+GONE: Final = "log: %s is gone; calls that were open at it: %d"
+NOT_RENEWED: Final = "log: %r was not renewed: %s"
+TAKEN_FOR_DEAD: Final = "log: %r was taken for dead: others may have its jobs"
+
+STORIES: Final = {
+    "calls": Telling(
+        calls,
+        paths=(
+            GONE,
+            NOT_RENEWED,
+            "buy: UnknownOutcome",
+            "dropped: disconnected",
+            "dropped: refused",
+            "failed: UnknownOutcome",
+            "repeated request",
+            "resume",
+            "unknown",
+        ),
+    ),
+    "streams": Telling(
+        streams,
+        paths=(
+            GONE,
+            "cancel",
+            "failed: Draining",
+            "failed: StreamLost",
+            "listed: StreamLost",
+            "moved stream",
+            "resume",
+            "unknown",
+        ),
+    ),
+    "streams of split servers": Telling(
+        split_streams, {Kind.SPLIT: 1.0}, paths=("moved stream", "listed: StreamLost")
+    ),
+    "jobs": Telling(jobs, paths=(TAKEN_FOR_DEAD, "submit repeated", "tries beyond the first")),
+    "events": Telling(events, paths=("publish repeated", "events heard again")),
+    "discovery": Telling(discovery, paths=(NOT_RENEWED,)),
+    "discovery without the disk": Telling(
+        discovery, {Kind.DISK: 1.0, Kind.KILL: 1.0}, paths=("fault: disk",)
+    ),
+    "light load": Telling(light_load, {}),
+    "levels": Telling(levels, {Kind.KILL: 1.0}, 12, paths=("moved stream",)),
+    "long calls": Telling(long_calls, {Kind.LATE: 1.0}, paths=("dropped: stale",)),
+}
+
+
+def tell(name: str, seeds: range) -> Counter[str]:
+    """Tell a story; what was counted."""
+    one = STORIES[name]
+    report = simulate(one.story, seeds=seeds, faults=one.faults, most_faults=one.most_faults)
+    return report.counts
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_story_holds_with_some_seeds(name: str) -> None:
+    tell(name, range(AT_A_PUSH))
+
+
+@pytest.mark.simulation
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", STORIES)
+def test_a_story_holds_and_reaches_all_that_it_is_to_reach(name: str) -> None:
+    counts = tell(name, range(FIRST, FIRST + SEEDS))
+
+    one = STORIES[name]
+    kinds = [kind for kind in Kind if kind is not Kind.DISK]
+    faults = kinds if one.faults is None else list(one.faults)
+    expected = [*(f"fault: {kind}" for kind in faults), *one.paths]
+    print(f"{name}: {SEEDS} seeds from {FIRST}")
+    for key, number in sorted(counts.items()):
+        print(f"  {number:7} {key}")
+    assert [key for key in expected if not counts[key]] == []
