@@ -31,6 +31,9 @@ DISORDERS: Final = (0.0, 0.05, 0.3, 1.0)
 """The share of turns that go to any lane, rather than to what has been ready for longest; each
 simulation has one of them. Some faults need much disorder, and others the usual order."""
 
+KEEPING_ORDER: Final = (asyncio.Task, MemoryConnection)
+"""The owners of callbacks that have a lane of their own."""
+
 LANE: Final = "simulated_lane"
 """The attribute of tasks and connections that has the number of their lane."""
 
@@ -149,8 +152,8 @@ class ReadyCallbacks:
         self._draw = chance.random
         self._disorder = DISORDERS[int(chance.random() * len(DISORDERS))]
         self._numbers = count()
-        # One callback may make several ready, and in any order where it has them in a set: they came
-        # in the same turn, and go by the numbers of their lanes, those of tasks by their creation.
+        # One callback may make several ready, in any order where it has them in a set. They came in
+        # the same turn, and go by the numbers of their lanes.
         self._turn = 0
         self._processes: dict[object | None, int] = {}
         self._lanes: dict[int, _Lane] = {}
@@ -164,7 +167,7 @@ class ReadyCallbacks:
     def __repr__(self) -> str:
         return f"<ReadyCallbacks [{self._count} in {len(self._lanes)} lanes]>"
 
-    def number(self, owner: asyncio.Task[Any] | MemoryConnection) -> int:
+    def number(self, owner: object) -> int:
         """The number of the lane of a task or a connection: that of its first callback."""
         number: int | None = getattr(owner, LANE, None)
         if number is None:
@@ -179,8 +182,8 @@ class ReadyCallbacks:
         if held is not None:
             held.append(handle)
             return
-        owner = getattr(handle._callback, "__self__", None)
-        if isinstance(owner, asyncio.Task | MemoryConnection):
+        owner: Any = getattr(handle._callback, "__self__", None)
+        if issubclass(type(owner), KEEPING_ORDER):
             number = self.number(owner)
         elif (known := self._processes.get(of)) is not None:
             number = known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from dynbus.bus.protocol.random_ids import forget_drawn, jitter
 
 
 @contextmanager
-def seeded(seed: str) -> Iterator[None]:
+def seeded(seed: str) -> Generator[None]:
     """Draw from a seed in the block: `random`, `secrets`, `uuid`, `os.urandom`, and ids of the bus.
 
     For the whole process, so that no other thread may need unpredictable bytes meanwhile. The name

@@ -7,7 +7,7 @@ import contextvars
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, Unpack
 
@@ -23,7 +23,7 @@ from dynbus.bus.transport import Message
 
 from .loop import SimulatedLoop
 from .nemesis import Nemesis, Trouble
-from .plan import STORED, Kind, Plan, draw_plan, read_plan, shorten, write_plan
+from .plan import STORED, Fault, Kind, Plan, draw_plan, read_plan, shorten, write_plan
 from .processes import SimulatedKit
 from .randomness import seeded
 from .watching import CallsInTime, LogWatch, Trace, watched_log
@@ -134,8 +134,8 @@ class Simulation:
         return self._nemesis.troubles
 
     async def start(self, actor: type[Actor], /, **arguments: Any) -> ActorInstance:
-        """Start an actor in a process of its own, see `TestKit.start`, again and again where the bus
-        is away; the faults may kill it, and start another like it.
+        """Start an actor in a process of its own, see `TestKit.start`; tried again where the bus is
+        away. Faults may kill it, and start another like it.
 
         Raises:
             ConfigError: the class or an argument is not usable.
@@ -198,8 +198,9 @@ class Simulation:
             await self.kit.bury()
 
     async def _tell(self, story: Callable[[Simulation], Awaitable[object]]) -> None:
+        limit = asyncio.timeout(STORY_SECONDS)
         try:
-            async with asyncio.timeout(STORY_SECONDS) as limit, task_group() as tasks:
+            async with limit, task_group() as tasks:
                 tasks.start_soon(self._nemesis.run, name="nemesis")
                 await story(self)
                 tasks.cancel_scope.cancel()
@@ -264,8 +265,8 @@ class Report:
         seconds: virtual ones, of all together.
     """
 
-    digests: dict[int, str] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
+    digests: dict[int, str]
+    counts: Counter[str]
     seconds: float = 0.0
 
 
@@ -281,7 +282,7 @@ def simulate(
     faults: Mapping[Kind, float] | None = None,
     seconds: float = FAULT_SECONDS,
     most_faults: int = MOST_FAULTS,
-    plan: Plan | str | None = None,
+    plan: Sequence[Fault] | str | None = None,
     **settings: Any,
 ) -> Report:
     """Tell a story once for each seed, on a bus with the faults that the seed draws.
@@ -306,8 +307,8 @@ def simulate(
             or left tasks.
         ConfigError: `plan` cannot be read.
     """
-    report = Report()
-    given = read_plan(plan) if isinstance(plan, str) else plan
+    report = Report({}, Counter())
+    given = read_plan(plan) if isinstance(plan, str) else None if plan is None else tuple(plan)
     kinds = ALL_KINDS if faults is None else faults
     for seed in seeds:
         drawn = given
@@ -354,7 +355,7 @@ def tell(
             try:
                 runner.run(begin(), context=contextvars.copy_context())
             except Exception as raised:  # noqa: BLE001 - what a story raises is its outcome
-                error = only_cause(raised) if isinstance(raised, ExceptionGroup) else raised
+                error = only_cause(raised)
             seconds = loops[0].time() - START
         assert simulation is not None, "the loop ran"
         return Told(

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -97,7 +97,7 @@ class LogWatch(logging.Handler):
 
 
 @contextmanager
-def watched_log() -> Iterator[LogWatch]:
+def watched_log() -> Generator[LogWatch]:
     """What is logged in the block."""
     watch = LogWatch()
     loggers = [logging.getLogger(name) for name in LOGGERS]
@@ -134,9 +134,7 @@ class CallsInTime(Middleware):
         finally:
             self._ended(call, deadline)
 
-    async def items(
-        self, call: MiddlewareCall, items: AsyncIterator[Any]
-    ) -> AsyncIterator[Any]:
+    async def items(self, call: MiddlewareCall, items: AsyncIterator[Any]) -> AsyncIterator[Any]:
         deadline = self._deadline()
         while True:
             asked = _virtual_time()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from dynbus import DynbusError
 from dynbus.actors.calling.invocation import Invocation
 from dynbus.actors.simulation.processes import Process
 from dynbus.bus.calling.call_progress import CallProgress
@@ -18,14 +18,18 @@ from dynbus.bus.serving.ledger import Ledger
 
 
 def heartbeats_demanded_between_calls(patch: pytest.MonkeyPatch) -> None:
-    """A caller demanded heartbeats of an instance that owed it none, and took results for no sign of
-    life: an instance that was called now and then was taken for dead."""
+    """A caller demanded heartbeats of an instance that owed it none, and took results for no sign
+    of life: an instance that was called now and then was taken for dead."""
 
     def due_since(self: RemoteInstance[Any]) -> float | None:
         return 0.0 if self.has_work() else None
 
     patch.setattr(RemoteInstance, "due_since", property(due_since))
-    patch.setattr(RemoteLiveness, "heard_data", lambda self, at: None)
+
+    def heard_data(self: RemoteLiveness, at: float) -> None:
+        return
+
+    patch.setattr(RemoteLiveness, "heard_data", heard_data)
 
 
 def request_taken_after_unknown(patch: pytest.MonkeyPatch) -> None:
@@ -38,9 +42,12 @@ def request_taken_after_unknown(patch: pytest.MonkeyPatch) -> None:
             return self.answer(inquiry, inquiry.at)
         return original(self, client, inquiry)
 
-    original = Ledger._ask
+    def said_before(self: Ledger, call: Any) -> None:
+        return
+
+    original: Any = vars(Ledger)["_ask"]
     patch.setattr(Ledger, "_ask", ask)
-    patch.setattr(Ledger, "_said_before", lambda self, call: None)
+    patch.setattr(Ledger, "_said_before", said_before)
 
 
 def connections_at_two_servers(patch: pytest.MonkeyPatch) -> None:
@@ -54,7 +61,11 @@ def connections_at_two_servers(patch: pytest.MonkeyPatch) -> None:
 
 def heartbeats_without_numbers(patch: pytest.MonkeyPatch) -> None:
     """Heartbeats of a link that was left long ago counted as news."""
-    patch.setattr(RemoteLiveness, "is_news", lambda self, beat: True)
+
+    def is_news(self: RemoteLiveness, beat: int) -> bool:
+        return True
+
+    patch.setattr(RemoteLiveness, "is_news", is_news)
 
 
 def resume_lost(patch: pytest.MonkeyPatch) -> None:
@@ -70,4 +81,8 @@ def resume_lost(patch: pytest.MonkeyPatch) -> None:
 
 def hop_compared_wrongly(patch: pytest.MonkeyPatch) -> None:
     """The loss of a call that a handler made was taken for that of its own instance."""
-    patch.setattr(Invocation, "_is_own", lambda self, error: True)
+
+    def is_own(self: Invocation, error: DynbusError) -> bool:
+        return True
+
+    patch.setattr(Invocation, "_is_own", is_own)
