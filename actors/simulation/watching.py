@@ -73,7 +73,7 @@ def _name_of(frame: Cancel | Failed | Resume | Unknown) -> str:
 
 
 class LogWatch(logging.Handler):
-    """What the library logs from warnings on, shown nowhere.
+    """The log of the library from warnings on, shown nowhere.
 
     Attributes:
         lines: in their order.
@@ -98,7 +98,7 @@ class LogWatch(logging.Handler):
 
 @contextmanager
 def watched_log() -> Generator[LogWatch]:
-    """What is logged in the block."""
+    """The log of the block."""
     watch = LogWatch()
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(one.handlers, one.propagate, one.level) for one in loggers]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from dynbus.bus.errors import ConfigError, PayloadTooLarge, Unavailable
 from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.memory.subjects import SubjectTree, matches
 from dynbus.bus.protocol.headers import status
-from dynbus.bus.transport import ConnectionState, Message
+from dynbus.bus.transport import ConnectionState, Message, NoStream, StreamConfig
 
 pytestmark = pytest.mark.anyio
 
@@ -378,6 +379,161 @@ async def test_a_long_partition_is_noticed_and_ends_in_a_reconnect() -> None:
     assert (noticed, still) == (ConnectionState.DISCONNECTED, ConnectionState.DISCONNECTED)
     assert one.state is ConnectionState.CONNECTED
     assert heard.data == ["arrives"]
+
+
+async def test_what_a_link_held_that_was_left_arrives_when_it_heals() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+    two.subscribe("a", heard)
+    await settled(two)
+
+    with bus.partition(one, notice_after=1.0, arrives_late=True):
+        one.publish("a", b"held")
+        await asyncio.sleep(2.0)
+        assert one.state is ConnectionState.CONNECTED
+        assert one.sessions == 2
+        one.publish("a", b"by the new link")
+        await asyncio.sleep(1.0)
+    await settled(two)
+
+    assert heard == [("by the new link", 2.0), ("held", 3.0)]
+
+
+async def test_split_servers_lose_what_they_say_to_each_other_and_nothing_bounces() -> None:
+    bus = MemoryBus()
+    bus.is_cluster = True
+    one, two = await pair(bus)
+    three = await bus.connect()
+    heard, bounced = Heard(), Heard()
+    for connection in (one, three):
+        connection.subscribe("a", heard)
+    two.subscribe("reply", bounced)
+    await settled(one, two, three)
+
+    with bus.split([[one]], [[two, three]]):
+        one.publish("a", b"to one")
+        two.publish("a", b"to three")
+        await settled(one, two, three)
+        three.disconnect()
+        two.publish("a", b"to nobody there", reply="reply")
+        await settled(two)
+
+    assert sorted(heard.data) == ["to one", "to three"]
+    assert bounced == []
+
+
+async def test_the_second_of_two_servers_has_no_jetstream() -> None:
+    bus = MemoryBus()
+    bus.is_cluster = True
+    one, two = await pair(bus)
+    await one.jetstream.ensure_stream(StreamConfig("S", ("s.>",)))
+
+    with bus.split([[one]], [[two]]):
+        await one.jetstream.publish("s.1", b"")
+        with pytest.raises(Unavailable):
+            await two.jetstream.publish("s.2", b"", timeout=1.0)
+    await settled(two)
+    await two.jetstream.publish("s.3", b"")
+
+    assert (await one.jetstream.stream_info("S")).messages == 2
+
+
+async def test_a_group_leaves_its_server_together() -> None:
+    bus = MemoryBus()
+    bus.is_cluster = True
+    one, two = await pair(bus)
+    three = await bus.connect()
+    heard = Heard()
+    one.subscribe("a", heard)
+    await settled(one)
+
+    with bus.split([[one]], [[two, three]]):
+        two.leave_server("nobody is heard")
+        await asyncio.sleep(1.0)
+        for connection in (two, three):
+            connection.publish("a", b"%d" % connection.sessions)
+        await settled(two, three)
+
+    assert heard.data == ["2", "2"]
+
+
+async def test_a_bus_of_one_server_is_not_split() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+
+    with pytest.raises(RuntimeError, match="has one server"):
+        bus.split([[one]], [[two]])
+
+
+async def test_a_server_that_dies_with_its_disk_has_no_streams() -> None:
+    bus = MemoryBus()
+    one = await bus.connect()
+    await one.jetstream.ensure_stream(StreamConfig("S", ("s.>",)))
+
+    bus.stop()
+    bus.start()
+    await settled(one)
+    assert (await one.jetstream.stream_info("S")).messages == 0
+    bus.stop(keep_disk=False)
+    bus.start()
+    await settled(one)
+
+    with pytest.raises(NoStream):
+        await one.jetstream.stream_info("S")
+
+
+async def test_the_way_of_a_connection_takes_time_and_keeps_the_order() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+    one.subscribe("a", heard)
+    await settled(one)
+    seconds = iter([0.5, 0.1])
+    two.way = lambda: next(seconds)
+
+    two.publish("a", b"first")
+    await asyncio.sleep(0.6)
+    two.publish("a", b"second")
+    two.publish("a", b"third")
+    await asyncio.sleep(1.0)
+
+    assert heard == [("first", 0.5), ("second", 0.7), ("third", 0.7)]
+
+
+async def test_what_arrives_runs_in_the_context_of_its_connection() -> None:
+    bus = MemoryBus()
+    variable: ContextVar[str] = ContextVar("variable", default="")
+    receiver = copy_context()
+    receiver.run(variable.set, "receiver")
+    one = await asyncio.create_task(bus.connect(), context=receiver)
+    two = await bus.connect()
+    contexts: list[str] = []
+    one.subscribe("a", lambda _: contexts.append(variable.get()))
+    one.on_state(lambda _: contexts.append(variable.get()))
+    await settled(one)
+    variable.set("sender")
+
+    two.publish("a", b"")
+    await settled(two, one)
+    one.lose()
+
+    assert contexts == ["receiver", "receiver"]
+
+
+async def test_observers_see_what_reaches_the_server_before_the_faults_do() -> None:
+    bus = MemoryBus()
+    one = await bus.connect()
+    seen: list[str] = []
+    bus.observers.append(lambda message: seen.append(message.subject))
+
+    with bus.drop(">"):
+        one.publish("lost", b"")
+        await settled(one)
+    one.publish("carried", b"")
+    await settled(one)
+
+    assert seen == ["lost", "carried"]
 
 
 async def test_drained_waits_through_a_partition_and_is_bounded() -> None:
