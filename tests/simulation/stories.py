@@ -209,7 +209,7 @@ class Billing(Actor, namespace="simulated"):
     @handler(durable=True, tries=20, backoff=0.5, ack_wait=5.0)
     async def bill(self, order: Order) -> str:
         self.tries[order.number] += 1
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(1.0)
         return f"{order.number} {self.tries[order.number]}"
 
 
@@ -259,6 +259,7 @@ class Archive(Actor, namespace="simulated"):
     @subscribe(closed, group="archive", ack_wait=5.0, backoff=0.5)
     async def keep(self, event: Closed) -> None:
         self.heard[event.number] += 1
+        await asyncio.sleep(0.5)
         if len(self.heard) == EVENTS:
             self.complete.set()
 

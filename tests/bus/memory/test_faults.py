@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,6 +118,10 @@ class Link:
     def partition(self, partitioned: bool) -> None:
         self.calls.append(f"partition {partitioned}")
 
+    def take_unsent(self) -> list[Callable[[], None]]:
+        self.calls.append("take unsent")
+        return [partial(self.calls.append, "arrive")]
+
     def lose(self) -> None:
         self.calls.append("lose")
 
@@ -133,6 +138,20 @@ async def test_a_partition_that_heals_in_time_is_not_noticed() -> None:
     await asyncio.sleep(10.0)
 
     assert link.calls == ["partition True", "partition False", "restore"]
+
+
+@pytest.mark.anyio
+async def test_what_a_link_held_that_was_left_arrives_once_it_heals() -> None:
+    link = Link()
+
+    partition = Partition([link], 6.0, arrives_late=True)
+    await asyncio.sleep(6.1)
+    partition.heal()
+    partition.heal()
+
+    left = ["partition True", "take unsent", "lose", "partition False", "restore"]
+    healed = ["partition False", "restore"]
+    assert link.calls == [*left, *healed, "arrive", *healed]
 
 
 @pytest.mark.anyio
