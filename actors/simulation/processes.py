@@ -91,7 +91,8 @@ class Process:
         async def carry_out() -> T:
             return await function(*args, **options)
 
-        return await self._loop.create_task(carry_out(), context=self._context.copy())
+        task: asyncio.Task[T] = self._loop.create_task(carry_out(), context=self._context.copy())
+        return await task
 
     def kill(self) -> None:
         """Do what kill -9 does: its connections are gone, and nothing of it runs any more."""

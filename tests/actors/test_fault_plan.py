@@ -95,6 +95,10 @@ def test_a_fault_that_matters_is_made_short_and_soon(plan: Plan) -> None:
 def test_no_more_tries_are_made_than_are_allowed(plan: Plan, tries: int) -> None:
     made: list[Plan] = []
 
-    _, used = shorten(plan, lambda candidate: made.append(candidate) is None, tries=tries)
+    def fails(candidate: Plan) -> bool:
+        made.append(candidate)
+        return True
+
+    _, used = shorten(plan, fails, tries=tries)
 
     assert used == len(made) <= tries
