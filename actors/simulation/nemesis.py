@@ -158,8 +158,7 @@ class Nemesis:
         if fault.kind is Kind.KILL:
             victim.kill()
         else:
-            for instance in victim.instances:
-                tasks.start_soon(victim.run, instance.stop)
+            tasks.start_soon(victim.leave)
         lost, victim.instances = victim.instances, []
         healed.push_async_callback(self._replace, lost)
         return (victim,)

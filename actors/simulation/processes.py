@@ -35,12 +35,14 @@ class Process:
         served: those that it has ever served.
         is_dead: whether it was killed: nothing of it runs any more.
         is_frozen: whether it stands still.
+        is_leaving: whether it ends, or has ended, by itself.
     """
 
     def __init__(self, number: int, loop: SimulatedLoop) -> None:
         self.number = number
         self.is_dead = False
         self.is_frozen = False
+        self.is_leaving = False
         self.instances: list[ActorInstance] = []
         self.served: list[ActorInstance] = []
         self._loop = loop
@@ -50,6 +52,7 @@ class Process:
 
     def __repr__(self) -> str:
         state = "dead" if self.is_dead else "frozen" if self.is_frozen else "runs"
+        state = "leaves" if self.is_leaving else state
         return f"<Process {self.number} [{state} | instances: {len(self.instances)}]>"
 
     @property
@@ -100,6 +103,11 @@ class Process:
         self._loop.hold(self)
         for connection in self.connections:
             connection.disconnect()
+
+    async def leave(self) -> None:
+        """End as a process does that is told to: its instances drain first."""
+        self.is_leaving = True
+        await self.run(self.runtime.close)
 
     def freeze(self) -> None:
         """Do what SIGSTOP does; the system goes on holding its connections."""
@@ -171,7 +179,12 @@ class SimulatedKit(TestKit):
         own = await self.runtime()
         home = self.process_of(own)
         names = {"instance_id": instance_id, "node": node, "namespace": namespace}
-        instance = await home.run(own.start, actor, **names, **arguments)
+        try:
+            instance = await home.run(own.start, actor, **names, **arguments)
+        except BaseException:
+            # As a process of its own ends that cannot start.
+            home.kill()
+            raise
         home.instances.append(instance)
         home.served.append(instance)
         self.started[instance.id] = instance
@@ -189,8 +202,8 @@ class SimulatedKit(TestKit):
         return next(one for one in self.processes if one.runtime is runtime)
 
     def alive(self) -> Iterator[Process]:
-        """The processes that were not killed and have not ended."""
-        return (one for one in self.processes if not one.is_dead)
+        """The processes that were not killed, and do not leave."""
+        return (one for one in self.processes if not (one.is_dead or one.is_leaving))
 
     async def bury(self) -> None:
         """End what is left of the processes that were killed, once the kit is closed."""
@@ -206,5 +219,5 @@ class SimulatedKit(TestKit):
         await super()._close()
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimulatedLoop)
-        for one in self.alive():
-            self.orphans += [repr(task) for task in loop.tasks_of(one)]
+        closed = [one for one in self.processes if not one.is_dead]
+        self.orphans = [repr(task) for one in closed for task in loop.tasks_of(one)]
