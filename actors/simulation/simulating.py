@@ -169,7 +169,7 @@ class Simulation:
             despite: kinds of faults that do not count.
         """
         ends = [one.ended for one in self.troubles if one.fault.kind not in despite]
-        return max(0.0, self.now - max(since, *ends, since))
+        return max(0.0, self.now - max([since, *ends]))
 
     def check(self) -> None:
         """See whether all invariants hold.
@@ -237,7 +237,7 @@ class Simulation:
                 await start()
 
 
-class Told(NamedTuple):
+class Outcome(NamedTuple):
     """A story that was told once.
 
     Attributes:
@@ -334,7 +334,7 @@ def tell(
     plan: Plan,
     invariants: Sequence[Invariant] = (),
     settings: Mapping[str, Any] | None = None,
-) -> Told:
+) -> Outcome:
     """Tell a story once."""
     with seeded(str(seed)), watched_log() as log:
         loops: list[SimulatedLoop] = []
@@ -358,7 +358,7 @@ def tell(
                 error = only_cause(raised)
             seconds = loops[0].time() - START
         assert simulation is not None, "the loop ran"
-        return Told(
+        return Outcome(
             error, simulation.trace.digest, simulation.all_counts() + log.counts, log.lines, seconds
         )
 
@@ -369,7 +369,7 @@ def _reduce(
     drawn: Plan,
     invariants: Sequence[Invariant],
     settings: Mapping[str, Any],
-    first: Told,
+    first: Outcome,
 ) -> None:
     """Raise the failure with the shortest plan with which a story fails as it did."""
     last = [first]
