@@ -10,11 +10,20 @@ import secrets
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from dynbus import Actor, ConfigError, UnknownOutcome, handler
+from dynbus import (
+    Actor,
+    ConfigError,
+    Middleware,
+    MiddlewareCall,
+    UnknownOutcome,
+    call_options,
+    handler,
+)
+from dynbus.actors.middleware.passing import Proceed
 from dynbus.actors.simulation.randomness import seeded
 from dynbus.testing import Fault, Kind, Simulation, SimulationFailed, simulate
 
@@ -257,12 +266,51 @@ def test_a_task_that_outlives_its_process_fails_a_story() -> None:
     assert "tasks are left of processes that were closed" in str(failure(story, seeds=[1]))
 
 
+class Dawdler(Middleware):
+    """Keeps results and items for five seconds."""
+
+    async def around(self, call: MiddlewareCall, proceed: Proceed) -> object:
+        result = await proceed()
+        await asyncio.sleep(5.0)
+        return result
+
+    async def items(
+        self, call: MiddlewareCall, items: AsyncIterator[object]
+    ) -> AsyncIterator[object]:
+        async for item in items:
+            await asyncio.sleep(5.0)
+            yield item
+
+
 def test_a_call_that_ends_late_fails_a_story() -> None:
     async def story(simulation: Simulation) -> None:
         await simulation.start(Clerk)
-        simulation.late.append("simulated.Clerk.greet ended 3.00 s after its deadline")
+        await simulation.client(Clerk, timeout=1.0, middleware=[Dawdler()]).greet("Ada")
 
-    assert "calls ended late: simulated.Clerk.greet ended 3.00 s" in str(failure(story, seeds=[1]))
+    text = str(failure(story, seeds=[1], plan=()))
+    assert "calls ended late: simulated.Clerk.greet ended 4." in text
+
+
+def test_a_stream_that_is_late_with_an_item_fails_a_story() -> None:
+    async def story(simulation: Simulation) -> None:
+        await simulation.start(Clerk)
+        client = simulation.client(Clerk, middleware=[Dawdler()])
+        with call_options(timeout=1.0):
+            assert [number async for number in client.count(1)] == [0]
+
+    text = str(failure(story, seeds=[1], plan=()))
+    assert "calls ended late: simulated.Clerk.count ended 4." in text
+
+
+def test_a_reader_that_takes_its_time_is_not_late() -> None:
+    async def story(simulation: Simulation) -> None:
+        await simulation.start(Clerk)
+        client = simulation.client(Clerk, timeout=3.0)
+        async for _ in client.count(3):
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(60.0)
+
+    simulate(story, seeds=[1], plan=())
 
 
 def test_a_story_that_does_not_end_fails() -> None:

@@ -22,6 +22,7 @@ from dynbus import (
     context,
     depends,
     handler,
+    step,
     subscribe,
 )
 from dynbus.testing import Kind, Simulation
@@ -202,20 +203,32 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Billing(Actor, namespace="simulated"):
-    """Does jobs, and notes each try."""
+    """Does jobs, and notes each try and the receipts that its step came to."""
 
     tries: ClassVar[Counter[int]]
+    charges: ClassVar[Counter[int]]
+    receipts: ClassVar[dict[int, set[str]]]
 
     @handler(durable=True, tries=20, backoff=0.5, ack_wait=5.0)
     async def bill(self, order: Order) -> str:
         self.tries[order.number] += 1
-        await asyncio.sleep(1.0)
+        receipt = await step("charge", self.charge, order.number)
+        self.receipts.setdefault(order.number, set()).add(receipt)
+        await asyncio.sleep(0.8)
         return f"{order.number} {self.tries[order.number]}"
+
+    async def charge(self, number: int) -> str:
+        self.charges[number] += 1
+        receipt = f"receipt {self.charges[number]}"
+        await asyncio.sleep(0.2)
+        return receipt
 
 
 async def jobs(simulation: Simulation) -> None:
-    """A job that was submitted is done, and has one result, whoever asks for it how often."""
-    tries = Billing.tries = Counter()
+    """A job that was submitted is done, and has one result, whoever asks for it how often; a step
+    that is finished is not begun again, so that all tries go on from one receipt."""
+    tries, charges = Counter[int](), Counter[int]()
+    Billing.tries, Billing.charges, Billing.receipts = tries, charges, {}
     for _ in range(INSTANCES):
         await simulation.start(Billing)
     client = simulation.client(Billing)
@@ -238,8 +251,10 @@ async def jobs(simulation: Simulation) -> None:
     async with anyio.create_task_group() as submitters:
         for number in range(8):
             submitters.start_soon(submit, number)
-    for number in range(8):
-        simulation.counts["tries beyond the first"] += tries[number] - 1
+    for number, receipts in Billing.receipts.items():
+        assert len(receipts) == 1, f"job {number} went on from {sorted(receipts)}"
+    simulation.counts["tries beyond the first"] += tries.total() - 8
+    simulation.counts["steps begun again"] += charges.total() - 8
 
 
 class Closed(msgspec.Struct, frozen=True):

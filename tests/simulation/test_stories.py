@@ -85,7 +85,10 @@ STORIES: Final = {
     "streams of split servers": Telling(
         split_streams, {Kind.SPLIT: 1.0}, paths=("moved stream", "listed: StreamLost")
     ),
-    "jobs": Telling(jobs, paths=(TAKEN_FOR_DEAD, "submit repeated", "tries beyond the first")),
+    "jobs": Telling(
+        jobs,
+        paths=(TAKEN_FOR_DEAD, "submit repeated", "tries beyond the first", "steps begun again"),
+    ),
     "events": Telling(events, paths=("publish repeated", "events heard again")),
     "discovery": Telling(discovery, paths=(NOT_RENEWED,)),
     "discovery without the disk": Telling(
