@@ -11,6 +11,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,7 @@ def test_the_same_seed_repeats_to_the_byte_in_another_process_with_other_hashes(
 
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "PYTHONHASHSEED": "77"},
         capture_output=True,
         text=True,
@@ -175,6 +177,45 @@ def test_another_instance_is_started_in_the_place_of_one_that_is_killed() -> Non
         known = simulation.kit.caller.instance_ids(Clerk)
         assert len(known) == 1
         assert known != [first.id]
+
+    simulate(story, seeds=[1], plan=[KILL])
+
+
+@pytest.mark.parametrize("manner", [0.1, 0.9])
+@pytest.mark.parametrize("kind", Kind)
+def test_each_kind_of_fault_is_carried_out_and_healed(kind: Kind, manner: float) -> None:
+    async def story(simulation: Simulation) -> None:
+        for _ in range(3):
+            await simulation.start(Clerk)
+        client = simulation.client(Clerk)
+        await simulation.over()
+        assert simulation.undisturbed(0.0) == 0.0
+        await asyncio.sleep(20.0)
+        assert simulation.undisturbed(0.0) == pytest.approx(20.0)
+        for _ in range(6):
+            assert await client.greet("Ada") == "hello Ada"
+
+    fault = Fault(at=1.0, kind=kind, pick=manner, lasts=2.0, manner=manner)
+    report = simulate(story, seeds=[1], plan=[fault])
+
+    assert report.counts[f"fault: {kind}"] == 1
+
+
+def test_what_a_killed_process_would_log_fails_no_story() -> None:
+    class Loud(Actor, namespace="simulated"):
+        """Logs an error when it is ended."""
+
+        @handler
+        async def wait(self) -> None:
+            try:
+                await asyncio.sleep(1e6)
+            finally:
+                logging.getLogger("dynbus.anything").error("I was ended")
+
+    async def story(simulation: Simulation) -> None:
+        await simulation.start(Loud)
+        with pytest.raises(UnknownOutcome):
+            await simulation.client(Loud, timeout=60.0).wait()
 
     simulate(story, seeds=[1], plan=[KILL])
 
