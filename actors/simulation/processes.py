@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,8 @@ T = TypeVar("T")
 
 BURIAL_SECONDS: Final = 60.0
 """Seconds for which the tasks of a dead process may clean up."""
+BURIAL_PAUSE: Final = 0.1
+"""Seconds between two looks at what is left of them."""
 KNOWN_SECONDS: Final = 15.0
 """Seconds in which the kit's clients are to know a new instance, unless a fault is in the way."""
 
@@ -124,12 +127,15 @@ class Process:
         """End the tasks of a process that was killed, which nobody hears of any more."""
         for connection in self.connections:
             await connection.close()
-        tasks = self._loop.tasks_of(self)
         self._loop.release(self)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=BURIAL_SECONDS)
+        end = self._loop.time() + BURIAL_SECONDS
+        while (tasks := self._loop.tasks_of(self)) and self._loop.time() < end:
+            for task in tasks:
+                coroutine: Any = task.get_coro()
+                # One that has not begun would never await what it was made for.
+                if inspect.getcoroutinestate(coroutine) != inspect.CORO_CREATED:
+                    task.cancel()
+            await asyncio.wait(tasks, timeout=BURIAL_PAUSE)
 
 
 def _of_memory(connection: object) -> MemoryConnection:
