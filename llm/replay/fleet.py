@@ -41,6 +41,7 @@ from dynbus.kvrouter import (
     encode_events,
     profiles,
 )
+from dynbus.llm.engine import EngineLoad
 from dynbus.llm.mock.engine import MockConfig, MockEngine, Output, StepResult
 from dynbus.llm.mock.sequence import mix
 
@@ -86,6 +87,27 @@ class ReplayResult:
     intervals: tuple[NDArray[np.float64], NDArray[np.int64]]
     busy: list[float]
     preempted: int
+
+
+@dataclass(slots=True)
+class Totals:
+    """The sums over all requests so far, as engines count them.
+
+    Attributes:
+        prompt_tokens: of those that have their first token, without what was cached.
+        firsts, waited: requests with a first token, and the seconds until then at their instance.
+        ended, decoded, decoding: requests that ended, their tokens but the first, and the seconds
+            that these took.
+    """
+
+    arrivals: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    firsts: int = 0
+    waited: float = 0.0
+    ended: int = 0
+    decoded: int = 0
+    decoding: float = 0.0
 
 
 class PromptSequence:
@@ -157,14 +179,16 @@ class _OpenRequest:
     Attributes:
         number: of the request in its trace.
         decision: the number of the scheduler's decision; 0 as long as it waits for one.
-        output_tokens: counted where the scheduler tracks them.
+        made: tokens of its output so far.
+        sent: when its instance got it.
     """
 
     request: TraceRequest
     number: int
     replayed: ReplayedRequest
     decision: int = 0
-    output_tokens: int = 0
+    made: int = 0
+    sent: float = 0.0
 
 
 class DelayedIndex:
@@ -223,8 +247,12 @@ class Fleet:
         event_delay: see `EVENT_DELAY`.
         seed: of what the router leaves to chance.
 
+    Instances can come and go while it is driven step by step: `arrive`, `advance`, `add`, `drain`
+    and `kill`. Requests that come while there is none are held until one is there.
+
     Attributes:
         scheduler: the router's, to ask for its decisions and statistics.
+        totals: of all requests so far.
 
     Raises:
         ConfigError: the router's policy cannot be loaded.
@@ -239,26 +267,31 @@ class Fleet:
         event_delay: float = EVENT_DELAY,
         seed: int = 0,
     ) -> None:
-        self._instances = {
-            name: _Instance(number, name, MockEngine(config)) for number, name in enumerate(names)
-        }
+        self._config = config
+        self._instances: dict[str, _Instance] = {}
         self._index = DelayedIndex(event_delay) if router.exact else None
         self.scheduler = KvScheduler(router, follower=self._index, random=Random(seed))
-        metadata = {
+        self._metadata = {
             profiles.BLOCK_SIZE_KEY: str(config.block_size),
             profiles.TOTAL_BLOCKS_KEY: str(config.blocks),
             profiles.MAX_BATCHED_TOKENS_KEY: str(config.max_num_batched_tokens),
             profiles.EVENTS_KEY: str(router.exact),
         }
-        self._profiles = [profiles.read_profile(name, metadata) for name in names]
+        self._profiles: list[InstanceProfile] = []
         # (time, number of the entry, instance)
         self._agenda: list[tuple[float, int, _Instance]] = []
         self._entries = 0
         self._requests: dict[str, _OpenRequest] = {}
+        self._held: list[_OpenRequest] = []
+        self._replayed: list[ReplayedRequest] = []
+        self._block_size = config.block_size
         self._waiting = 0
         # Seconds between tokens, and how many requests had each.
         self._intervals: list[tuple[NDArray[np.float64] | tuple[float, ...], int]] = []
         self._preempted = 0
+        self.totals = Totals()
+        for name in names:
+            self.add(name, 0.0)
 
     def run(
         self, trace: Trace, *, speed: float = 1.0, progress: Callable[[int], None] | None = None
@@ -273,31 +306,102 @@ class Fleet:
             ConfigError: the policy returns no costs, or leaves a request without an instance.
             RequestTooLong: a request does not fit into an engine.
         """
-        replayed: list[ReplayedRequest] = []
         for number, request in enumerate(trace.requests):
-            now = request.arrival / speed
-            self._advance(now)
-            replayed.append(ReplayedRequest(now, request.prompt_tokens, request.output_tokens))
-            self._submit(_OpenRequest(request, number, replayed[-1]), trace.block_size, now)
+            self.arrive(request, request.arrival / speed)
             if progress is not None and number % 64 == 0:
                 progress(number)
-        self._advance(_NEVER)
+        return self.finish()
+
+    # Step by step -------------------------------------------------------------------------
+
+    def arrive(self, request: TraceRequest, now: float) -> ReplayedRequest:
+        """A request comes; times never go back. Returns its life, which is filled in later."""
+        self.advance(now)
+        replayed = ReplayedRequest(now, request.prompt_tokens, request.output_tokens)
+        opened = _OpenRequest(request, len(self._replayed), replayed)
+        self._replayed.append(replayed)
+        self._requests[request.id] = opened
+        self.totals.arrivals += 1
+        self._submit(opened, now)
+        return replayed
+
+    def finish(self) -> ReplayResult:
+        """The outcome, when all that is left has been carried out."""
+        self.advance(_NEVER)
         durations, counts = zip(*(((), 0), *self._intervals), strict=True)
         repeated = np.repeat(counts, [len(each) for each in durations])
         return ReplayResult(
-            replayed,
+            self._replayed,
             (np.concatenate(durations), repeated),
             [instance.busy for instance in self._instances.values()],
             self._preempted,
         )
 
+    def add(self, name: str, now: float) -> None:
+        """An instance with an empty cache is there; held requests go to it."""
+        self.advance(now)
+        number = len(self._instances)
+        self._instances[name] = _Instance(number, name, MockEngine(self._config))
+        self._profiles = [*self._profiles, profiles.read_profile(name, self._metadata)]
+        self._changed(now)
+
+    def drain(self, name: str, now: float) -> None:
+        """An instance gets no further requests; what it has it finishes."""
+        self.advance(now)
+        self._profiles = [one for one in self._profiles if one.instance != name]
+        self._changed(now)
+
+    def kill(self, name: str, now: float) -> None:
+        """An instance is gone; its requests go on elsewhere, behind the tokens that they have."""
+        self.advance(now)
+        self._profiles = [one for one in self._profiles if one.instance != name]
+        instance = self._instances[name]
+        # What is in the agenda for it is void.
+        instance.wake, instance.activity = -1, _Activity.IDLE
+        self.scheduler.remove_instance(name)
+        number = instance.number
+        lost = [one for one in self._requests.values() if one.replayed.instance == number]
+        for opened in lost:
+            self.scheduler.ended(opened.decision, now, "StreamLost")
+            opened.replayed.instance, opened.decision = -1, 0
+        for opened in lost:
+            self._submit(opened, now)
+        self._changed(now)
+
+    def load(self, name: str) -> EngineLoad:
+        """The load of an instance between its last two steps."""
+        return self._instances[name].engine.load
+
+    @property
+    def held(self) -> int:
+        """The requests that no instance has: there is none, or the router lets them wait."""
+        return len(self._held) + self._waiting
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a request has not ended."""
+        return bool(self._requests)
+
+    def _changed(self, now: float) -> None:
+        """Other instances are there now."""
+        if not self._profiles:
+            return
+        held, self._held = self._held, []
+        for opened in held:
+            self._submit(opened, now)
+        if self._waiting:
+            self.scheduler.refresh(self._profiles)
+            self._release(now)
+
     # The router ---------------------------------------------------------------------------
 
-    def _submit(self, opened: _OpenRequest, block_size: int, now: float) -> None:
-        """Have the router decide for a request that has arrived."""
+    def _submit(self, opened: _OpenRequest, now: float) -> None:
+        """Have the router decide for a request, or hold it where there is no instance."""
+        if not self._profiles:
+            self._held.append(opened)
+            return
         request = opened.request
-        self._requests[request.id] = opened
-        shape = RequestShape(request.prompt_tokens, block_size, request.block_hashes)
+        shape = RequestShape(request.prompt_tokens, self._block_size, request.block_hashes)
         asked = SchedulingRequest(request.id, shape, self._profiles, arrived=now)
         if self._index is not None:
             self._index.learn(now)
@@ -336,14 +440,16 @@ class Fleet:
         opened = self._requests[asked.request_id]
         opened.decision = decision.number
         request, instance = opened.request, self._instances[decision.chosen.instance]
-        opened.replayed.instance = instance.number
+        opened.replayed.instance, opened.sent = instance.number, now
         sequence = PromptSequence(request, opened.number, asked.shape.sequence_hashes)
-        self._deliver(instance, sequence, request, now)
+        if opened.made:
+            sequence.extend(opened.made)
+        self._deliver(instance, sequence, opened, now)
 
     # The engines --------------------------------------------------------------------------
 
     def _deliver(
-        self, instance: _Instance, sequence: PromptSequence, request: TraceRequest, now: float
+        self, instance: _Instance, sequence: PromptSequence, opened: _OpenRequest, now: float
     ) -> None:
         if instance.activity is _Activity.QUIET:
             # The quiet steps that begin later will not be quiet.
@@ -353,14 +459,17 @@ class Fleet:
         elif instance.activity is _Activity.IDLE:
             instance.activity = _Activity.STARTING
             self._wake_at(now, instance)
-        instance.engine.add_sequence(request.id, sequence, request.output_tokens)
+        request = opened.request
+        instance.engine.add_sequence(
+            request.id, sequence, request.output_tokens - opened.made
+        )
 
     def _wake_at(self, time: float, instance: _Instance) -> None:
         self._entries += 1
         instance.wake = self._entries
         heappush(self._agenda, (time, self._entries, instance))
 
-    def _advance(self, now: float) -> None:
+    def advance(self, now: float) -> None:
         """Carry out what ends before `now`."""
         agenda = self._agenda
         while agenda and agenda[0][0] < now:
@@ -404,18 +513,26 @@ class Fleet:
 
     def _note(self, output: Output, now: float) -> None:
         opened, scheduler = self._requests[output.request_id], self.scheduler
-        replayed = opened.replayed
+        replayed, totals = opened.replayed, self.totals
+        totals.output_tokens += output.count
         if output.is_first:
-            replayed.first_token = now
-            replayed.cached_tokens = output.cached_tokens
+            if not opened.made:
+                replayed.first_token = now
+                replayed.cached_tokens = output.cached_tokens
+            totals.firsts += 1
+            totals.waited += now - opened.sent
+            totals.prompt_tokens += replayed.prompt_tokens + opened.made - output.cached_tokens
             scheduler.first_item(opened.decision, now)
             scheduler.note_reused(opened.decision, output.cached_tokens, now)
         elif output.resumes:
             self._intervals.append(((now - replayed.last_token,), 1))
         replayed.last_token = now
+        opened.made += output.count
         if scheduler.config.track_output:
-            opened.output_tokens += output.count
-            scheduler.grown(opened.decision, opened.output_tokens)
+            scheduler.grown(opened.decision, opened.made)
         if output.finish_reason is not None:
             del self._requests[output.request_id]
+            totals.ended += 1
+            totals.decoded += opened.made - 1
+            totals.decoding += now - replayed.first_token
             scheduler.ended(opened.decision, now)

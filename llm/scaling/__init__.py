@@ -1,0 +1,20 @@
+"""The autoscaler: how many instances the pools of a model are to have, decided by their load and
+carried out by others.
+"""
+
+from .capacity import EngineProfile, Line
+from .observation import Observation, PoolKind, PoolLoad, PoolState, PoolTarget
+from .policy import PoolConfig, ScalingConfig, ScalingPolicy
+
+__all__ = [
+    "EngineProfile",
+    "Line",
+    "Observation",
+    "PoolConfig",
+    "PoolKind",
+    "PoolLoad",
+    "PoolState",
+    "PoolTarget",
+    "ScalingConfig",
+    "ScalingPolicy",
+]

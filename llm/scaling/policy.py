@@ -1,0 +1,431 @@
+"""`ScalingPolicy`: how many instances each pool is to have. No I/O, no clock.
+
+Its user, an actor or a simulation in virtual time, shows it what is there and has its targets
+carried out by others: it starts and places nothing, and learns of what became of its targets only
+by what it sees next.
+
+    policy = ScalingPolicy(ScalingConfig(pools={"llm.Engine": PoolConfig(least=1, most=8)}))
+    targets = policy.decide(Observation(now, {"llm.Engine": PoolState(1, load=load)}))
+
+A pool goes up at once, to what the demand needs that is expected when a new instance is ready, and
+down to the most that it needed within `down_after`. What it asked for and what is there may differ
+for as long as a start or a drain takes. If they differ for longer, others have their reasons, and
+what is there counts: instances that came or went by hand stay so for `hold`; instances that did not
+start are asked for again, later each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from dynbus import ConfigError
+
+from .capacity import (
+    BUSIEST,
+    Demand,
+    EngineProfile,
+    Limits,
+    Need,
+    ProfileLearner,
+    need,
+    predict,
+    streams_need,
+)
+from .observation import Observation, PoolKind, PoolLoad, PoolState, PoolTarget
+
+SMOOTH: Final = 60.0
+"""Seconds over which the rate of arrivals is smoothed."""
+SMOOTH_SIZES: Final = 600.0
+"""Seconds over which sizes of requests are."""
+MOST_GROWTH: Final = 1.0
+"""The most by which the rate of arrivals is expected to grow until an instance has started, as a
+share of it."""
+DOWN_MARGIN: Final = 0.1
+"""The share by which the demand may grow before fewer instances would be too few again."""
+LEARNING_BUSY: Final = 0.6
+"""An engine that is busier than this tells more of its queue than of its speed."""
+MOST_INSTANCES: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """The bounds of a pool.
+
+    Attributes:
+        least, most: instances. With `least` 0 the pool goes when nothing is asked, and comes with
+            the first request that is held for it.
+        gpus: of one instance, that the budget counts.
+
+    Raises:
+        ConfigError: no number of instances is within the bounds.
+    """
+
+    kind: PoolKind = "aggregated"
+    least: int = 1
+    most: int = 8
+    gpus: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= self.most <= MOST_INSTANCES or self.most < 1 or self.gpus < 0:
+            raise ConfigError(
+                f"a pool of {self.least} to {self.most} instances with {self.gpus} GPUs each: give "
+                f"0 <= least <= most <= {MOST_INSTANCES}, and most of 1 at least"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """The settings of a policy. Times are in seconds.
+
+    Attributes:
+        pools: by name.
+        ttft, itl: the objectives: the most until a request's first token, and the most between two
+            of its tokens, on average.
+        budget: GPUs of all pools together; None for no limit.
+        cold_start: from asking for an instance until it serves.
+        drain: that the streams of an instance have to end or move when it is to go.
+        down_after: for which fewer instances must have been enough before some are given up.
+        hold: for which a change by hand stays.
+        headroom: share of its capacity that an instance is to have left.
+        profile: the speed of an engine, as far as it is known before it is measured.
+
+    Raises:
+        ConfigError: a value is not usable.
+    """
+
+    pools: Mapping[str, PoolConfig]
+    ttft: float = 2.0
+    itl: float = 0.05
+    budget: int | None = None
+    cold_start: float = 60.0
+    drain: float = 30.0
+    down_after: float = 180.0
+    hold: float = 900.0
+    headroom: float = 0.1
+    profile: EngineProfile = field(default_factory=EngineProfile)
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "itl", "cold_start", "drain", "down_after", "hold"):
+            value: float = getattr(self, name)
+            if not 0.0 < value < math.inf:
+                raise ConfigError(f"{name} = {value}: give seconds above 0")
+        if not 0.0 <= self.headroom < 1.0:
+            raise ConfigError(f"headroom = {self.headroom}: give a share from 0 to below 1")
+        if not self.pools:
+            raise ConfigError("there is no pool to scale: name one")
+        least = sum(pool.least * pool.gpus for pool in self.pools.values())
+        if self.budget is not None and self.budget < least:
+            raise ConfigError(
+                f"budget = {self.budget}: the pools have {least} GPUs at least, give so many"
+            )
+
+    @property
+    def settled_after(self) -> float:
+        """Seconds after which a target is carried out, unless something speaks against it."""
+        return 2.0 * self.cold_start + self.drain
+
+
+class _Rate:
+    """A rate with its trend: Holt's linear method (Holt 1957), with a weight for each observation
+    by the time that it is of."""
+
+    def __init__(self, slow: float) -> None:
+        self._slow = slow
+        self._has_begun = False
+        self.level = 0.0
+        self.trend = 0.0
+
+    def note(self, count: int, seconds: float) -> None:
+        """So many came in the last seconds."""
+        rate = count / seconds
+        if not self._has_begun:
+            self._has_begun, self.level = True, rate
+            return
+        weight = -math.expm1(-seconds / SMOOTH)
+        expected = max(0.0, self.level + self.trend * seconds)
+        level = expected + weight * (rate - expected)
+        change = -math.expm1(-seconds / self._slow)
+        self.trend += change * ((level - self.level) / seconds - self.trend)
+        self.level = level
+
+    def after(self, seconds: float) -> float:
+        """The rate that is expected after so many seconds, as far as it grows until then."""
+        growth = max(0.0, self.trend * seconds)
+        return self.level + min(growth, MOST_GROWTH * self.level)
+
+
+class _Mean:
+    """The mean size of what came lately; 0 before anything has."""
+
+    def __init__(self) -> None:
+        self._sum = self._count = 0.0
+
+    def note(self, total: float, count: float, seconds: float) -> None:
+        kept = math.exp(-seconds / SMOOTH_SIZES)
+        self._sum = kept * self._sum + total
+        self._count = kept * self._count + count
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._count if self._count else 0.0
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a pool was asked to have, and what came of it.
+
+    Attributes:
+        count: instances.
+        since: when that was last another number, or was last there.
+        reached: the most instances that were ready since it was asked for.
+        held_until: until when what others made of it stays; with what they made.
+        failures: how often in a row instances did not start; with how many were there then.
+    """
+
+    count: int
+    since: float
+    reached: int = 0
+    held_until: float = -math.inf
+    reason: str = ""
+    failures: int = 0
+    failed_at: int = 0
+
+
+class PoolPolicy:
+    """Decides for one pool, as if it had all GPUs.
+
+    Args:
+        first_seen: the ready instances at the first observation; they are taken over.
+
+    Attributes:
+        asked: the number of instances that was last asked for.
+        floor: the instances below which open streams would suffer, of those that are ready.
+    """
+
+    def __init__(
+        self, config: ScalingConfig, pool: PoolConfig, first_seen: int, now: float
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._learner = ProfileLearner(config.profile)
+        self._rate = _Rate(max(5 * SMOOTH, 4 * config.cold_start))
+        self._prompt, self._output, self._context = _Mean(), _Mean(), _Mean()
+        self._seen_at: float | None = None
+        self._asked = _Asked(first_seen, now, first_seen)
+        # (time, instances that were enough); what is before the oldest is not known.
+        self._enough: deque[tuple[float, int]] = deque()
+        self._known_since = now
+        self.floor = 0
+
+    @property
+    def asked(self) -> int:
+        return self._asked.count
+
+    @property
+    def profile(self) -> EngineProfile:
+        """The speed of its engines as it was learned."""
+        return self._learner.profile
+
+    # Seeing -------------------------------------------------------------------------------
+
+    def wish(self, state: PoolState, now: float) -> PoolTarget:
+        """The number of instances that it would have; `ask` says which ones it gets."""
+        load = state.load
+        if load is None:
+            self._seen_at = None
+            self._asked.since = now
+            return PoolTarget(self._asked.count, "frozen: a metric is missing")
+        if self._seen_at is None:
+            # Nothing is known of the time before.
+            self._known_since = now
+            self._enough.clear()
+        else:
+            self._note(load, state.ready, now - self._seen_at)
+        self._seen_at = now
+        self._compare(state, now)
+        wanted, reason = self._wanted(state, load, now)
+        if now < self._asked.held_until:
+            return PoolTarget(self._asked.count, self._asked.reason)
+        return PoolTarget(wanted, reason)
+
+    def ask(self, count: int, now: float) -> None:
+        """So many instances are asked for."""
+        asked = self._asked
+        if count != asked.count:
+            asked.count, asked.since = count, now
+            asked.reached = 0
+
+    def _note(self, load: PoolLoad, ready: int, passed: float) -> None:
+        """Learn from what came since the last observation."""
+        self._rate.note(load.arrivals, passed)
+        self._prompt.note(load.prompt_tokens, load.firsts, passed)
+        self._output.note(load.output_tokens, load.ended, passed)
+        self._context.note(load.context_tokens, load.running, passed)
+        if not ready:
+            return
+        kind, profile = self._pool.kind, self.profile
+        state = predict(kind, profile, self._demand(self._rate.level), ready)
+        if load.ttft is not None and load.firsts and not load.waiting:
+            if state.busy < LEARNING_BUSY and kind != "decode":
+                prompt = load.prompt_tokens / load.firsts
+                queued = state.busy / (1 - state.busy) * profile.prefill.at(prompt) / ready
+                seconds = max(load.ttft / 5, load.ttft - queued)
+                self._learner.note_first_tokens(prompt, seconds, load.firsts, passed)
+        if load.itl is not None and load.running and kind != "prefill":
+            seconds = load.itl * (1.0 - min(state.busy, BUSIEST))
+            context = load.context_tokens / ready
+            self._learner.note_steps(context, seconds, load.running, passed)
+
+    def _compare(self, state: PoolState, now: float) -> None:
+        """Compare what is there with what was asked for."""
+        asked, config = self._asked, self._config
+        asked.reached = max(asked.reached, state.ready)
+        if state.ready == asked.count:
+            asked.since = now
+            if state.ready > asked.failed_at:
+                asked.failures = asked.failed_at = 0
+            return
+        if now - asked.since < config.settled_after:
+            return
+        if state.ready > asked.count:
+            text = f"held: {state.ready} are there and {asked.count} were asked for"
+            pause = config.hold
+        elif asked.reached >= asked.count:
+            text = f"held: {state.ready} are left of {asked.count}"
+            pause = config.hold
+        else:
+            missing = asked.count - state.ready
+            asked.failures, asked.failed_at = asked.failures + 1, state.ready
+            pause = min(config.hold, config.cold_start * 2.0 ** (asked.failures - 1))
+            text = f"paused: {missing} did not start within {config.settled_after:.0f} s"
+        asked.count = asked.reached = state.ready
+        asked.since = now
+        asked.held_until = now + pause
+        asked.reason = text
+
+    # Deciding -----------------------------------------------------------------------------
+
+    def _demand(self, rate: float) -> Demand:
+        return Demand(rate, self._prompt.value, self._output.value, self._context.value)
+
+    def _need(self, rate: float, load: PoolLoad) -> Need:
+        config, pool = self._config, self._pool
+        demand = self._demand(rate / (1.0 - config.headroom))
+        limits = Limits(config.ttft, config.itl, load.capacity_tokens)
+        return need(pool.kind, self.profile, demand, limits, pool.most)
+
+    def _wanted(self, state: PoolState, load: PoolLoad, now: float) -> tuple[int, str]:
+        config, pool = self._config, self._pool
+        limits = Limits(config.ttft, config.itl, load.capacity_tokens)
+        streams = streams_need(
+            pool.kind, self.profile, load.running, load.context_tokens, limits
+        )
+        self.floor = min(state.ready, streams)
+        level, expected = self._rate.level, self._rate.after(config.cold_start)
+        backlog = self._backlog(state, load)
+        is_asked = bool(load.arrivals or load.running or load.waiting)
+        if is_asked:
+            up = self._need(expected + backlog, load)
+            enough = self._need((level + backlog) * (1.0 + DOWN_MARGIN), load)
+            up = up._replace(instances=max(1, streams, up.instances))
+            least = max(1, streams, enough.instances, up.instances)
+        else:
+            # However long the memory of a demand is: none takes no instance.
+            up, least = Need(0), 0
+        self._enough.append((now, least))
+        while self._enough[0][0] < now - config.down_after:
+            self._enough.popleft()
+        lately = max(count for _, count in self._enough)
+        text = f"{expected:.3g} requests/s expected, {load.running} run, {load.waiting} wait"
+        if up.out_of_reach:
+            text += f"; {' and '.join(up.out_of_reach)} out of reach of any number"
+        current = self._asked.count
+        if up.instances > current:
+            wanted, why = up.instances, f"up: {text}"
+        elif lately < current and now - self._known_since >= config.down_after:
+            wanted, why = lately, f"down: {text}, for {config.down_after:.0f} s"
+        else:
+            wanted, why = current, text
+        bounded = min(max(wanted, pool.least), pool.most)
+        if bounded != wanted:
+            why += f"; {wanted} are out of the bounds {pool.least} to {pool.most}"
+        return bounded, why
+
+    def _backlog(self, state: PoolState, load: PoolLoad) -> float:
+        """Requests per second that come beside the arrivals: those that wait and will wait still
+        when a new instance is ready."""
+        config = self._config
+        if not load.waiting:
+            return 0.0
+        spare = 0.0
+        if state.ready and self._pool.kind != "decode":
+            busy = self._rate.level * self.profile.prefill.at(self._prompt.value) / state.ready
+            spare = state.ready * max(0.0, 1.0 - busy)
+            spare /= self.profile.prefill.at(self._prompt.value)
+        left = load.waiting - spare * config.cold_start
+        return max(0.0, left) / config.cold_start
+
+
+class ScalingPolicy:
+    """Decides for all pools, within the budget.
+
+    Attributes:
+        config: its settings.
+    """
+
+    def __init__(self, config: ScalingConfig) -> None:
+        self.config = config
+        self._pools: dict[str, PoolPolicy] = {}
+
+    def __repr__(self) -> str:
+        pools = ", ".join(f"{name}: {pool.asked}" for name, pool in self._pools.items())
+        return f"<ScalingPolicy [{pools}]>"
+
+    def decide(self, observation: Observation) -> dict[str, PoolTarget]:
+        """The targets of all pools; a pool that is not observed has none."""
+        now = observation.time
+        wishes: dict[str, PoolTarget] = {}
+        for name, pool in self.config.pools.items():
+            state = observation.pools.get(name)
+            if state is None:
+                continue
+            known = self._pools.get(name)
+            if known is None:
+                known = self._pools[name] = PoolPolicy(self.config, pool, state.ready, now)
+            wishes[name] = known.wish(state, now)
+        targets = self._within_budget(wishes)
+        for name, target in targets.items():
+            self._pools[name].ask(target.desired, now)
+        return targets
+
+    def _within_budget(self, wishes: dict[str, PoolTarget]) -> dict[str, PoolTarget]:
+        """The wishes, each cut to about the same share of what it is where GPUs are too few."""
+        budget = self.config.budget
+        if budget is None:
+            return wishes
+        pools = self.config.pools
+        granted = {name: wish.desired for name, wish in wishes.items()}
+        floors = {name: max(pools[name].least, self._pools[name].floor) for name in wishes}
+
+        def total() -> int:
+            return sum(count * pools[name].gpus for name, count in granted.items())
+
+        while total() > budget:
+            takeable = [n for n, count in granted.items() if count > floors[n] and pools[n].gpus]
+            if not takeable:
+                break
+            # The one that is left the greatest share of its wish.
+            name = max(takeable, key=lambda n: (granted[n] - 1) / wishes[n].desired)
+            granted[name] -= 1
+        return {
+            name: wish
+            if granted[name] == wish.desired
+            else PoolTarget(
+                granted[name], f"{wish.desired} do not fit into {budget} GPUs; {wish.reason}"
+            )
+            for name, wish in wishes.items()
+        }
