@@ -181,6 +181,7 @@ class _Asked:
     Attributes:
         count: instances.
         since: when that was last another number, or was last there.
+        is_settled: whether so many were there since: what differs then is not on its way.
         reached: the most instances that were ready since it was asked for.
         held_until: until when what others made of it stays; with what they made.
         failures: how often in a row instances did not start; with how many were there then.
@@ -188,6 +189,7 @@ class _Asked:
 
     count: int
     since: float
+    is_settled: bool = False
     reached: int = 0
     held_until: float = -math.inf
     reason: str = ""
@@ -246,10 +248,14 @@ class PoolPolicy:
         else:
             self._note(load, state.ready, now - self._seen_at)
         self._seen_at = now
+        asked = self._asked
         self._compare(state, now)
         wanted, reason = self._wanted(state, load, now)
-        if now < self._asked.held_until:
-            return PoolTarget(self._asked.count, self._asked.reason)
+        if now < asked.held_until:
+            return PoolTarget(asked.count, asked.reason)
+        if asked.is_settled and state.ready != asked.count:
+            others = f"waits: others have made it {state.ready} instances of {asked.count}"
+            return PoolTarget(asked.count, others)
         return PoolTarget(wanted, reason)
 
     def ask(self, count: int, now: float) -> None:
@@ -257,7 +263,7 @@ class PoolPolicy:
         asked = self._asked
         if count != asked.count:
             asked.count, asked.since = count, now
-            asked.reached = 0
+            asked.reached, asked.is_settled = 0, False
 
     def _note(self, load: PoolLoad, ready: int, passed: float) -> None:
         """Learn from what came since the last observation."""
@@ -285,7 +291,7 @@ class PoolPolicy:
         asked, config = self._asked, self._config
         asked.reached = max(asked.reached, state.ready)
         if state.ready == asked.count:
-            asked.since = now
+            asked.since, asked.is_settled = now, True
             if state.ready > asked.failed_at:
                 asked.failures = asked.failed_at = 0
             return

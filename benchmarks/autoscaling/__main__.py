@@ -1,0 +1,101 @@
+"""`python -m benchmarks.autoscaling`: the autoscaler beside one that knows the trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from dynbus.llm.mock.engine import MockConfig
+from dynbus.llm.mock.timing import Timing
+from dynbus.llm.replay import Objective, Simulation, Trace, read_trace
+from dynbus.llm.replay.scaled import POOL, ScaledResult
+from dynbus.llm.scaling import PoolConfig, ScalingConfig, ScalingPolicy
+
+from .clairvoyant import Setup, search
+from .days import draw_day
+
+EXCERPT = Path(__file__).parents[2] / "tests" / "data" / "mooncake" / "conversation.jsonl"
+
+
+@click.command()
+@click.option(
+    "--trace", type=click.Path(exists=True, path_type=Path), default=EXCERPT, show_default=True
+)
+@click.option("--speed", type=float, default=4.0, show_default=True, help="Of the trace.")
+@click.option("--days", type=int, default=0, help="So many drawn days in place of the trace.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of the first day.")
+@click.option("--peak", type=float, default=6.0, show_default=True, help="Of days, requests/s.")
+@click.option("--ratio", type=float, default=0.2, show_default=True, help="Speed of days' engines.")
+@click.option("--cold-start", type=float, default=60.0, show_default=True, help="Seconds.")
+@click.option("--interval", type=float, default=5.0, show_default=True, help="Seconds.")
+@click.option("--down-after", type=float, default=180.0, show_default=True, help="Seconds.")
+@click.option("--headroom", type=float, default=0.1, show_default=True)
+@click.option("--most", type=int, default=16, show_default=True, help="Instances.")
+@click.option("--quiet", is_flag=True, default=False)
+def main(
+    trace: Path,
+    speed: float,
+    days: int,
+    seed: int,
+    peak: float,
+    ratio: float,
+    cold_start: float,
+    interval: float,
+    down_after: float,
+    headroom: float,
+    most: int,
+    quiet: bool,
+) -> None:
+    """Print goodput and instance hours of both, and their ratios, as JSON lines."""
+
+    def progress(text: str) -> None:
+        if not quiet:
+            click.echo(text, err=True)
+
+    def compare(name: str, trace: Trace, simulation: Simulation, objective: Objective) -> None:
+        setup = Setup(simulation, objective, cold_start, interval, step=30.0)
+        known, sizes = search(setup, trace, most, progress)
+        config = ScalingConfig(
+            {POOL: PoolConfig(least=1, most=most)},
+            ttft=objective.ttft,
+            itl=objective.itl,
+            cold_start=cold_start,
+            down_after=down_after,
+            headroom=headroom,
+        )
+        policy = ScalingPolicy(config)
+        ours = setup.replay(trace, lambda seen: policy.decide(seen)[POOL], sizes[0])
+        best, own = known.goodput(objective), ours.goodput(objective)
+        row = {
+            "trace": name,
+            "requests": len(trace.requests),
+            "sizes": f"{min(sizes)}-{max(sizes)}",
+            "clairvoyant": [round(best, 4), round(known.instance_seconds / 3600, 3)],
+            "autoscaler": [round(own, 4), round(ours.instance_seconds / 3600, 3)],
+            "changes": _changes(ours),
+            "goodput_ratio": round(own / best, 4),
+            "hours_ratio": round(ours.instance_seconds / known.instance_seconds, 4),
+        }
+        click.echo(json.dumps(row))
+
+    if not days:
+        simulation = Simulation(1, MockConfig(), speed=speed)
+        read = read_trace(trace, block_size=simulation.engine.block_size)
+        compare(f"{trace.name} x{speed:g}", read, simulation, Objective())
+    for day in range(seed, seed + days):
+        engine = MockConfig(timing=Timing(speedup_ratio=ratio))
+        drawn = draw_day(day, peak=peak)
+        objective = Objective(ttft=2.0 / ratio / 2, itl=0.05 / ratio)
+        compare(f"day {day}", drawn, Simulation(1, engine), objective)
+
+
+def _changes(result: ScaledResult) -> int:
+    """The number of times that the target was another one."""
+    targets = [sample.target.desired for sample in result.samples]
+    return sum(a != b for a, b in zip(targets, targets[1:], strict=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Drawn stories of a fleet that is scaled: arrivals, faults, and what must hold of every one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
+from typing import Final
+
+import numpy as np
+
+from dynbus.llm.mock.engine import MockConfig
+from dynbus.llm.mock.timing import Timing
+from dynbus.llm.replay.fleet import Fleet
+from dynbus.llm.replay.scaled import POOL, Fault, Sample, ScaledFleet, ScaledResult
+from dynbus.llm.replay.simulation import Simulation
+from dynbus.llm.replay.trace import Trace, TraceRequest
+from dynbus.llm.scaling.capacity import FULL
+from dynbus.llm.scaling.policy import PoolConfig, ScalingConfig, ScalingPolicy
+
+BLOCK: Final = 64
+ENGINE: Final = MockConfig(blocks=512, timing=Timing(speedup_ratio=0.05))
+"""A slow engine: a few requests a minute are a load."""
+CONFIG: Final = ScalingConfig(
+    {POOL: PoolConfig(least=0, most=6)},
+    ttft=20.0,
+    itl=1.0,
+    cold_start=40.0,
+    drain=20.0,
+    down_after=120.0,
+    hold=400.0,
+)
+INTERVAL: Final = 10.0
+
+
+def request(number: int, at: float, prompt: int, output: int) -> TraceRequest:
+    """A request that shares nothing with another one."""
+    hashes = np.arange(prompt // BLOCK, dtype=np.uint64) + np.uint64(number * 4096 + 1)
+    hashes *= np.uint64(0x9E3779B97F4A7C15)
+    return TraceRequest(f"r{number}", number + 1, at, prompt, output, np.zeros(0, np.int64), hashes)
+
+
+def constant(rate: float, seconds: float, seed: int | None = None) -> Trace:
+    """Arrivals at one rate: evenly, or with a seed at random."""
+    random = Random(seed)
+    at, requests = 0.0, list[TraceRequest]()
+    while at < seconds:
+        prompt = 1000 if seed is None else round(random.uniform(500, 1500))
+        output = 50 if seed is None else round(random.uniform(20, 80))
+        requests.append(request(len(requests), at, prompt, output))
+        at += 1 / rate if seed is None else random.expovariate(rate)
+    return Trace(requests, BLOCK)
+
+
+@dataclass(frozen=True)
+class Story:
+    """A load and what happens beside it.
+
+    Attributes:
+        first: instances at the beginning.
+    """
+
+    seed: int
+    trace: Trace
+    faults: tuple[Fault, ...] = ()
+    first: int = 1
+    config: ScalingConfig = CONFIG
+
+    @classmethod
+    def draw(cls, seed: int) -> Story:
+        """The story of a seed: phases of load, and up to four faults."""
+        random = Random(seed)
+        at, requests = 0.0, list[TraceRequest]()
+        for _ in range(random.randint(1, 4)):
+            rate = random.choice((0.02, 0.1, 0.3, 0.6, 1.0)) * random.uniform(0.5, 1.5)
+            until = at + random.uniform(60, 600)
+            prompt, output = random.uniform(200, 2000), random.uniform(10, 120)
+            while (at := at + random.expovariate(rate)) < until:
+                sizes = random.uniform(0.3, 1.7) * prompt, random.uniform(0.3, 1.7) * output
+                requests.append(request(len(requests), at, *map(round, sizes)))
+            at = until + random.choice((0.0, 0.0, 300.0))
+        requests = requests or [request(0, 1.0, 500, 20)]
+        ends = requests[-1].arrival
+        faults = [
+            Fault(
+                random.choice(("lost", "stuck", "dies", "hand")),
+                random.uniform(0, ends),
+                random.uniform(10, 300),
+                random.randint(0, 6),
+            )
+            for _ in range(random.choice((0, 0, 1, 2, 4)))
+        ]
+        return cls(seed, Trace(requests, BLOCK), tuple(faults), random.randint(0, 3))
+
+    @property
+    def idle(self) -> float:
+        """Seconds after the last arrival in which everything must have come to rest: two changes
+        by hand may still be held, one after the other."""
+        config = self.config
+        return 3 * (config.hold + config.settled_after) + config.down_after + 10 * INTERVAL
+
+    def play(self) -> ScaledResult:
+        """The story as it goes."""
+        policy = ScalingPolicy(self.config)
+        fleet = ScaledFleet(
+            Simulation(1, ENGINE),
+            "dynamo",
+            lambda seen: policy.decide(seen)[POOL],
+            cold_start=self.config.cold_start,
+            interval=INTERVAL,
+            faults=self.faults,
+            first=self.first,
+        )
+        return fleet.run(self.trace, idle=self.idle)
+
+    def broken(self, result: ScaledResult) -> list[str]:
+        """The invariants that do not hold, each with its place; none where all is well."""
+        pool = self.config.pools[POOL]
+        samples = result.samples
+        problems = [
+            *_bounds(samples, pool),
+            *_open_streams(samples),
+            *_frozen(samples, self.first),
+            *_in_vain(samples, self.config),
+            *_by_hand(samples, self.faults, self.config),
+        ]
+        if samples[-1].set_to != pool.least:
+            problems.append(f"at the end {samples[-1].set_to} instead of {pool.least}")
+        if any(math.isnan(each.last_token) for each in result.requests):
+            problems.append("a request was lost")
+        return problems
+
+
+def _is_held(sample: Sample) -> bool:
+    return sample.target.reason.startswith(("held", "paused", "frozen", "waits"))
+
+
+def _bounds(samples: Sequence[Sample], pool: PoolConfig) -> list[str]:
+    return [
+        f"{each.time}: {each.target} is out of bounds"
+        for each in samples
+        if not pool.least <= each.target.desired <= pool.most
+    ]
+
+
+def _open_streams(samples: Sequence[Sample]) -> list[str]:
+    """What runs fits into the caches of those that stay, and into one at least."""
+    return [
+        f"{each.time}: {each.target} is below what {each.running} streams need"
+        for each in samples
+        if not _is_held(each)
+        and each.target.desired < each.ready
+        and (
+            each.context_tokens > FULL * ENGINE.capacity_tokens * each.target.desired
+            or (each.running > 0 and each.target.desired == 0)
+        )
+    ]
+
+
+def _frozen(samples: Sequence[Sample], first: int) -> list[str]:
+    """A target stays while its metrics are missing."""
+    before = first
+    problems: list[str] = []
+    for each in samples:
+        if each.is_lost and each.target.desired != before:
+            problems.append(f"{each.time}: {each.target} without metrics, after {before}")
+        before = each.target.desired
+    return problems
+
+
+def _in_vain(samples: Sequence[Sample], config: ScalingConfig) -> list[str]:
+    """No target stays above what is there for longer than a start may take."""
+    problems: list[str] = []
+    since: float | None = None
+    before: Sample | None = None
+    for each in samples:
+        is_waiting = each.target.desired > each.ready and not each.is_lost
+        is_same = before is not None and before.target.desired == each.target.desired
+        since = (since if is_same and since is not None else each.time) if is_waiting else None
+        if since is not None and each.time - since > config.settled_after + 2 * INTERVAL:
+            problems.append(f"{each.time}: {each.target} is waited for since {since}")
+        before = each
+    return problems
+
+
+def _by_hand(
+    samples: Sequence[Sample], faults: Sequence[Fault], config: ScalingConfig
+) -> list[str]:
+    """A number that was set by hand stays, once it is there, unless it was asked for another one
+    before it could be seen."""
+    problems: list[str] = []
+    for fault in faults:
+        others = [one for one in faults if one is not fault]
+        if fault.kind != "hand" or others:
+            continue
+        after = [each for each in samples if each.time > fault.at]
+        seen = next((n for n, each in enumerate(after) if each.ready == fault.count), None)
+        if seen is None or any(each.set_to != fault.count for each in after[: seen + 1]):
+            continue
+        until = after[seen].time + config.hold
+        changed = [each for each in after[seen:] if each.time < until and each.set_to != fault.count]
+        if changed and fault.count != after[0].target.desired:
+            problems.append(f"{changed[0].time}: {changed[0].target} after {fault}")
+    return problems
+
+
+def turns(samples: Sequence[Sample]) -> int:
+    """The number of times that a target went up after it went down, or down after up."""
+    targets = [each.target.desired for each in samples]
+    steps = [b - a for a, b in pairwise(targets) if a != b]
+    return sum((a > 0) != (b > 0) for a, b in pairwise(steps))
