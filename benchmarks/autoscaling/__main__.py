@@ -32,6 +32,7 @@ EXCERPT = Path(__file__).parents[2] / "tests" / "data" / "mooncake" / "conversat
 @click.option("--interval", type=float, default=5.0, show_default=True, help="Seconds.")
 @click.option("--down-after", type=float, default=180.0, show_default=True, help="Seconds.")
 @click.option("--headroom", type=float, default=0.1, show_default=True)
+@click.option("--least", type=int, default=1, show_default=True, help="Instances that are tried.")
 @click.option("--most", type=int, default=16, show_default=True, help="Instances.")
 @click.option("--quiet", is_flag=True, default=False)
 def main(
@@ -45,6 +46,7 @@ def main(
     interval: float,
     down_after: float,
     headroom: float,
+    least: int,
     most: int,
     quiet: bool,
 ) -> None:
@@ -56,7 +58,7 @@ def main(
 
     def compare(name: str, trace: Trace, simulation: Simulation, objective: Objective) -> None:
         setup = Setup(simulation, objective, cold_start, interval, step=30.0)
-        known, sizes = search(setup, trace, most, progress)
+        known, sizes = search(setup, trace, least, most, progress)
         config = ScalingConfig(
             {POOL: PoolConfig(least=1, most=most)},
             ttft=objective.ttft,

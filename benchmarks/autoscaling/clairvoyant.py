@@ -59,10 +59,13 @@ def scheduled(setup: Setup, sizes: Sequence[int]) -> Decide:
 
 
 def search(
-    setup: Setup, trace: Trace, most: int, progress: Callable[[str], object]
+    setup: Setup, trace: Trace, least: int, most: int, progress: Callable[[str], object]
 ) -> tuple[ScaledResult, list[int]]:
-    """The replay with the least sizes, and these."""
-    intervals = int(trace.duration / setup.step) + 1
+    """The replay with the least sizes, and these.
+
+    Args:
+        least, most: sizes of fleets that are tried.
+    """
     began = trace.requests[0].arrival
     of = [int((each.arrival - began) / setup.simulation.speed / setup.step) for each in trace.requests]
     intervals = of[-1] + 1
@@ -74,7 +77,7 @@ def search(
         return counts
 
     by_size: dict[int, list[int]] = {}
-    for size in range(1, most + 1):
+    for size in range(least, most + 1):
         target = PoolTarget(size, "always")
         by_size[size] = goods(setup.replay(trace, lambda _, target=target: target, size))
         progress(f"{size} instances: {sum(by_size[size])} of {len(of)} good")

@@ -11,6 +11,8 @@ from typing import Final
 
 import numpy as np
 
+from dynbus.kvrouter import RouterConfig
+
 from dynbus.llm.mock.engine import MockConfig
 from dynbus.llm.mock.timing import Timing
 from dynbus.llm.replay.fleet import Fleet
@@ -20,8 +22,9 @@ from dynbus.llm.replay.trace import Trace, TraceRequest
 from dynbus.llm.scaling.capacity import FULL
 from dynbus.llm.scaling.policy import PoolConfig, ScalingConfig, ScalingPolicy
 
-BLOCK: Final = 64
-ENGINE: Final = MockConfig(blocks=512, timing=Timing(speedup_ratio=0.05))
+BLOCK: Final = 512
+ENGINE: Final = MockConfig(
+    block_size=BLOCK, blocks=64, kv_events=False, prefix_caching=False, timing=Timing(speedup_ratio=0.05))
 """A slow engine: a few requests a minute are a load."""
 CONFIG: Final = ScalingConfig(
     {POOL: PoolConfig(least=0, most=6)},
@@ -105,8 +108,8 @@ class Story:
         """The story as it goes."""
         policy = ScalingPolicy(self.config)
         fleet = ScaledFleet(
-            Simulation(1, ENGINE),
-            "dynamo",
+            Simulation(1, ENGINE, router=RouterConfig(exact=False)),
+            "round_robin",
             lambda seen: policy.decide(seen)[POOL],
             cold_start=self.config.cold_start,
             interval=INTERVAL,
