@@ -33,6 +33,8 @@ VARIATION: Final = 1.0
 """The squared coefficient of variation of the time of prompts, that of an exponential one."""
 FORGET: Final = 1800.0
 """Seconds after which a measurement counts for 1/e."""
+BELOW: Final = 8.0
+"""The weight of a measurement of prompts that is below the line, of which one above it has 1."""
 PRIOR_REQUESTS: Final = 20.0
 """The number of measured requests that the profile at the beginning is worth."""
 
@@ -258,8 +260,13 @@ class ProfileLearner:
     def note_first_tokens(
         self, prompt_tokens: float, seconds: float, requests: int, passed: float
     ) -> None:
-        """Prompts of so many tokens took so long, without what they waited."""
-        self._prefill.note(prompt_tokens, seconds, requests, passed)
+        """Prompts of so many tokens took so long, with what is left in it of their waits.
+
+        Waits only add: what is below the line counts for more (an expectile, Newey and Powell
+        1987).
+        """
+        weight = BELOW if seconds < self._prefill.line.at(prompt_tokens) else 1.0
+        self._prefill.note(prompt_tokens, seconds, weight * requests, passed)
 
     def note_steps(
         self, context_tokens: float, seconds: float, requests: int, passed: float

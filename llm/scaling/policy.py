@@ -48,6 +48,12 @@ DOWN_MARGIN: Final = 0.1
 """The share by which the demand may grow before fewer instances would be too few again."""
 LEARNING_BUSY: Final = 0.6
 """An engine that is busier than this tells more of its queue than of its speed."""
+REGRET: Final = 2.0
+"""Instances that are missed within so many times the patience after they went, went too early."""
+CALM: Final = 8.0
+"""Times the patience without that, after which it is halved."""
+MOST_PATIENCE: Final = 3600.0
+"""Seconds."""
 MOST_INSTANCES: Final = 1024
 
 
@@ -174,6 +180,29 @@ class _Mean:
         return self._sum / self._count if self._count else 0.0
 
 
+class _Patience:
+    """Seconds for which fewer instances must have been enough: twice as many each time that some
+    were given up too early, and again fewer when that has not happened for long.
+
+    Args:
+        least: seconds.
+    """
+
+    def __init__(self, least: float) -> None:
+        self._least = self.seconds = least
+        self._down_at = self._regretted_at = -math.inf
+
+    def note(self, change: int, now: float) -> None:
+        """The pool goes up or down by so many instances."""
+        if change < 0:
+            if now - self._regretted_at > CALM * self.seconds:
+                self.seconds = max(self._least, self.seconds / 2)
+            self._down_at = now
+        elif now - self._down_at < REGRET * self.seconds:
+            self.seconds = min(2 * self.seconds, max(self._least, MOST_PATIENCE))
+            self._regretted_at = now
+
+
 @dataclass(slots=True)
 class _Asked:
     """What a pool was asked to have, and what came of it.
@@ -217,10 +246,13 @@ class PoolPolicy:
         self._rate = _Rate(max(5 * SMOOTH, 4 * config.cold_start))
         self._prompt, self._output, self._context = _Mean(), _Mean(), _Mean()
         self._seen_at: float | None = None
+        self._was_queued = False
+        self._idle_since: float | None = None
         self._asked = _Asked(first_seen, now, first_seen)
         # (time, instances that were enough); what is before the oldest is not known.
         self._enough: deque[tuple[float, int]] = deque()
         self._known_since = now
+        self._patience = _Patience(config.down_after)
         self.floor = 0
 
     @property
@@ -244,6 +276,7 @@ class PoolPolicy:
         if self._seen_at is None:
             # Nothing is known of the time before.
             self._known_since = now
+            self._idle_since = None
             self._enough.clear()
         else:
             self._note(load, state.ready, now - self._seen_at)
@@ -262,6 +295,7 @@ class PoolPolicy:
         """So many instances are asked for."""
         asked = self._asked
         if count != asked.count:
+            self._patience.note(count - asked.count, now)
             asked.count, asked.since = count, now
             asked.reached, asked.is_settled = 0, False
 
@@ -275,16 +309,20 @@ class PoolPolicy:
             return
         kind, profile = self._pool.kind, self.profile
         state = predict(kind, profile, self._demand(self._rate.level), ready)
-        if load.ttft is not None and load.firsts and not load.waiting:
-            if state.busy < LEARNING_BUSY and kind != "decode":
-                prompt = load.prompt_tokens / load.firsts
-                queued = state.busy / (1 - state.busy) * profile.prefill.at(prompt) / ready
-                seconds = max(load.ttft / 5, load.ttft - queued)
+        if load.ttft is not None and load.firsts and kind != "decode":
+            prompt = load.prompt_tokens / load.firsts
+            known = profile.prefill.at(prompt)
+            is_queued = load.waiting > 0 or self._was_queued or state.busy > LEARNING_BUSY
+            # Not even a queue lets a prompt take longer than until its first token.
+            if load.ttft < known or not is_queued:
+                waited = 0.0 if is_queued else known * state.busy / (1.0 - state.busy) / ready
+                seconds = max(load.ttft / 5, load.ttft - waited)
                 self._learner.note_first_tokens(prompt, seconds, load.firsts, passed)
         if load.itl is not None and load.running and kind != "prefill":
             seconds = load.itl * (1.0 - min(state.busy, BUSIEST))
             context = load.context_tokens / ready
             self._learner.note_steps(context, seconds, load.running, passed)
+        self._was_queued = load.waiting > 0
 
     def _compare(self, state: PoolState, now: float) -> None:
         """Compare what is there with what was asked for."""
@@ -336,14 +374,20 @@ class PoolPolicy:
         is_asked = bool(load.arrivals or load.running or load.waiting)
         if is_asked:
             up = self._need(expected + backlog, load)
-            enough = self._need((level + backlog) * (1.0 + DOWN_MARGIN), load)
+            # A rate that was smoothed is off by chance, as that of a Poisson process.
+            chance = 1.0 / math.sqrt(max(1.0, 2.0 * SMOOTH * level))
+            enough = self._need((level + backlog) * (1.0 + DOWN_MARGIN + chance), load)
             up = up._replace(instances=max(1, streams, up.instances))
             least = max(1, streams, enough.instances, up.instances)
         else:
             # However long the memory of a demand is: none takes no instance.
             up, least = Need(0), 0
+        # Nothing at all is no reason to wait for longer than is said.
+        self._idle_since = None if is_asked else (now if self._idle_since is None else self._idle_since)
+        is_idle = self._idle_since is not None and now - self._idle_since >= config.down_after
+        patience = config.down_after if is_idle else self._patience.seconds
         self._enough.append((now, least))
-        while self._enough[0][0] < now - config.down_after:
+        while self._enough[0][0] < now - patience:
             self._enough.popleft()
         lately = max(count for _, count in self._enough)
         text = f"{expected:.3g} requests/s expected, {load.running} run, {load.waiting} wait"
@@ -352,8 +396,8 @@ class PoolPolicy:
         current = self._asked.count
         if up.instances > current:
             wanted, why = up.instances, f"up: {text}"
-        elif lately < current and now - self._known_since >= config.down_after:
-            wanted, why = lately, f"down: {text}, for {config.down_after:.0f} s"
+        elif lately < current and now - self._known_since >= patience:
+            wanted, why = lately, f"down: {text}, for {patience:.0f} s"
         else:
             wanted, why = current, text
         bounded = min(max(wanted, pool.least), pool.most)

@@ -125,7 +125,7 @@ class Story:
         problems = [
             *_bounds(samples, pool),
             *_open_streams(samples),
-            *_frozen(samples, self.first),
+            *_frozen(samples),
             *_in_vain(samples, self.config),
             *_by_hand(samples, self.faults, self.config),
         ]
@@ -162,9 +162,10 @@ def _open_streams(samples: Sequence[Sample]) -> list[str]:
     ]
 
 
-def _frozen(samples: Sequence[Sample], first: int) -> list[str]:
+def _frozen(samples: Sequence[Sample]) -> list[str]:
     """A target stays while its metrics are missing."""
-    before = first
+    # What is there at the beginning is taken over.
+    before = samples[0].ready
     problems: list[str] = []
     for each in samples:
         if each.is_lost and each.target.desired != before:
@@ -191,21 +192,28 @@ def _in_vain(samples: Sequence[Sample], config: ScalingConfig) -> list[str]:
 def _by_hand(
     samples: Sequence[Sample], faults: Sequence[Fault], config: ScalingConfig
 ) -> list[str]:
-    """A number that was set by hand stays, once it is there, unless it was asked for another one
-    before it could be seen."""
+    """A number that was set by hand, where all that was asked for was there, stays for `hold`;
+    unless the load had another one asked for before it could be seen."""
     problems: list[str] = []
     for fault in faults:
-        others = [one for one in faults if one is not fault]
-        if fault.kind != "hand" or others:
-            continue
+        before = [each for each in samples if each.time <= fault.at][-2:]
         after = [each for each in samples if each.time > fault.at]
+        if fault.kind != "hand" or len(faults) > 1 or not before:
+            continue
+        if any(each.starting or each.ready != each.target.desired for each in before):
+            continue
         seen = next((n for n, each in enumerate(after) if each.ready == fault.count), None)
-        if seen is None or any(each.set_to != fault.count for each in after[: seen + 1]):
+        asked = before[-1].target.desired
+        if seen is None or fault.count == asked:
+            continue
+        if any((each.target.desired, each.set_to) != (asked, fault.count) for each in after[:seen]):
             continue
         until = after[seen].time + config.hold
-        changed = [each for each in after[seen:] if each.time < until and each.set_to != fault.count]
-        if changed and fault.count != after[0].target.desired:
-            problems.append(f"{changed[0].time}: {changed[0].target} after {fault}")
+        problems += [
+            f"{each.time}: {each.target} after {fault}"
+            for each in after[seen:]
+            if each.time < until and each.set_to != fault.count
+        ]
     return problems
 
 
