@@ -29,13 +29,22 @@ class EngineWatch(InstanceWatch):
     def look(self) -> None:
         """Show how the engine is now."""
         runner = self._runner
-        load, limits = runner.load, runner.limits
+        load, limits, totals = runner.load, runner.limits, runner.totals
         figures = {
             "kv_blocks": limits.blocks,
             "kv_blocks_used": load.active_blocks,
             "prompt_tokens": load.prompt_tokens,
             "cached_tokens": load.cached_tokens,
             "output_tokens": runner.output_tokens,
+            "block_size": limits.block_size,
+            "running": load.running,
+            "waiting": load.waiting,
+            "requests": totals.submitted,
+            "requests_ended": totals.ended,
+            "first_tokens": totals.firsts,
+            "first_token_seconds": totals.first_seconds,
+            "decoded_tokens": totals.decoded_tokens,
+            "decode_seconds": totals.decode_seconds,
         }
         text = _text(load, limits)
         hangs = self._hangs

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -71,6 +72,27 @@ class EventSink(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class RequestTotals:
+    """The sums over the requests of an engine so far.
+
+    Attributes:
+        submitted: requests that came.
+        firsts, first_seconds: those with a first token, and the seconds from their coming until
+            then.
+        ended: those with a token that have ended, in whatever way.
+        decoded_tokens, decode_seconds: the tokens of these but the first, and the seconds that
+            they took.
+    """
+
+    submitted: int = 0
+    firsts: int = 0
+    first_seconds: float = 0.0
+    ended: int = 0
+    decoded_tokens: int = 0
+    decode_seconds: float = 0.0
+
+
 class _Piece:
     """Items of one continuation that are sent as one."""
 
@@ -105,6 +127,9 @@ class _Stream:
     """One request's stream.
 
     Attributes:
+        began: when it came, on the monotonic clock.
+        first_at: when its first token was made.
+        made: tokens that the engine has made for it.
         has_tokens: whether the engine has made a token for it.
         number: of the request, from 1 on in the order of their submission.
         open: continuations that have not ended.
@@ -116,11 +141,14 @@ class _Stream:
     """
 
     __slots__ = (
+        "began",
+        "first_at",
         "gathers",
         "has_tokens",
         "is_blocked",
         "is_single",
         "kept",
+        "made",
         "number",
         "open",
         "prompt",
@@ -141,6 +169,8 @@ class _Stream:
         self.kept: deque[_Piece] | None = deque() if self.gathers else None
         self.is_blocked = False
         self.has_tokens = False
+        self.began = self.first_at = monotonic()
+        self.made = 0
 
     def keep(self, item: Generated) -> bool:
         """Keep an item; whether what is kept is to be sent now."""
@@ -193,10 +223,11 @@ class _Hold:
         held: what was told of it last, until somebody has taken it.
     """
 
-    __slots__ = ("_changed", "_error", "first", "held", "number", "prompt")
+    __slots__ = ("_changed", "_error", "began", "first", "held", "number", "prompt")
 
     def __init__(self, number: int, prompt: int, *, is_request: bool) -> None:
         self.number = number
+        self.began = monotonic()
         self.prompt = prompt
         self.held: Held | None = None
         self.first: asyncio.Future[Generated] | None = None
@@ -249,6 +280,7 @@ class EngineRunner(Openable):
         limits: of the engine, which nobody else may use.
         load: of the engine after its last step.
         output_tokens: that it has made.
+        totals: of its requests; those whose outputs go elsewhere have no more than a first token.
         failed_requests: how many ended since they could not go on, or may have made it fail.
     """
 
@@ -266,6 +298,7 @@ class EngineRunner(Openable):
         self._engine = engine
         self.load = EngineLoad(0, 0, 0)
         self.output_tokens = self.failed_requests = 0
+        self.totals = RequestTotals()
         self._sink = sink
         self._trace = trace
         self._kept_for = kept_for
@@ -416,6 +449,7 @@ class EngineRunner(Openable):
 
     def _count(self, request_id: str, request: EngineRequest) -> None:
         self._submitted += 1
+        self.totals.submitted += 1
         if self._trace is not None:
             self._trace.submitted(request_id, request)
 
@@ -636,6 +670,11 @@ class EngineRunner(Openable):
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             del self._by_reply[stream.reply]
+            if stream.has_tokens:
+                totals = self.totals
+                totals.ended += 1
+                totals.decoded_tokens += max(0, stream.made - 1)
+                totals.decode_seconds += monotonic() - stream.first_at
             if self._trace is not None:
                 self._trace.ended(request_id)
         return stream
@@ -752,11 +791,15 @@ class EngineRunner(Openable):
         ended: list[_Stream] = []
         streams = self._streams
         for request_id, item in outputs:
-            self.output_tokens += len(item.token_ids)
+            made = len(item.token_ids)
+            self.output_tokens += made
             stream = streams.get(request_id)
             if stream is None:
                 self._note_first(request_id, item)
                 continue
+            stream.made += made
+            if not stream.has_tokens:
+                stream.first_at = self._count_first(stream.began)
             if item.finish_reason is not None:
                 stream.open.discard(item.index)
                 if not stream.open:
@@ -780,7 +823,16 @@ class EngineRunner(Openable):
         """Take the token of a request that has no stream."""
         hold = self._holds.get(request_id)
         if hold is not None and hold.first is not None and not hold.first.done():
+            self._count_first(hold.began)
+            self.totals.ended += 1
             hold.first.set_result(item)
+
+    def _count_first(self, began: float) -> float:
+        """A request that came then has its first token; returns the time."""
+        now = monotonic()
+        self.totals.firsts += 1
+        self.totals.first_seconds += now - began
+        return now
 
     def _wait_for_reader(self, stream: _Stream) -> None:
         """Keep what is made for a stream until its reader has credit."""
