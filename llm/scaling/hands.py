@@ -1,0 +1,156 @@
+"""The hands of an autoscaler: others that start and end instances when they are asked to."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Protocol
+from urllib.parse import urlsplit
+
+import anyio
+import msgspec
+
+from dynbus import ConfigError, Unavailable
+from dynbus.spi import ComponentName
+
+from .observation import PoolTarget
+
+SIGNATURE: Final = "X-Dynbus-Signature"
+WEBHOOK_SECONDS: Final = 10.0
+MOST_OUTPUT: Final = 300
+"""Characters of what a command says that are in a message."""
+MOST_ANSWER: Final = 64 * 1024
+
+
+class Hands(Protocol):
+    """Somebody that sets the number of instances of a pool. To be asked again does no harm."""
+
+    async def set(self, pool: ComponentName, target: PoolTarget) -> None:
+        """Have a pool have so many instances.
+
+        Raises:
+            Unavailable: it was not done, or it is not known.
+        """
+        ...
+
+
+class CommandHands:
+    """A command that is run for each change, such as `dynbus scale {node}={count} --host node-7`
+    or `kubectl scale deployment engine --replicas {count}`.
+
+    Args:
+        command: its words, separated as by a shell, which does not run. `{node}` and `{component}`
+            stand for the pool, with its namespace and without, and `{count}` for the number.
+        seconds: that it may take.
+
+    Raises:
+        ConfigError: the command is empty or cannot be read, or leaves `{count}` out.
+    """
+
+    def __init__(self, command: str, seconds: float) -> None:
+        try:
+            self._words = shlex.split(command)
+        except ValueError as error:
+            raise ConfigError(f"command = {command!r} cannot be read: {error}") from None
+        if "{count}" not in command:
+            raise ConfigError(f"command = {command!r} has no {{count}}: say where the number goes")
+        self._seconds = seconds
+
+    def words(self, pool: ComponentName, count: int) -> Sequence[str]:
+        """The words of the command for a pool."""
+        values = {"{node}": str(pool), "{component}": pool.component, "{count}": str(count)}
+        words: list[str] = []
+        for word in self._words:
+            for place, value in values.items():
+                word = word.replace(place, value)
+            words.append(word)
+        return words
+
+    async def set(self, pool: ComponentName, target: PoolTarget) -> None:
+        words = self.words(pool, target.desired)
+        shown = shlex.join(words)
+        try:
+            # When its time is over it is killed.
+            with anyio.fail_after(self._seconds):
+                done = await anyio.run_process(
+                    words, check=False, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT
+                )
+        except TimeoutError:
+            raise Unavailable(f"{shown} has not ended within {self._seconds:g} s") from None
+        except OSError as error:
+            raise Unavailable(f"{shown} cannot be run: {error}") from None
+        if done.returncode:
+            said = done.stdout.decode(errors="replace").strip()[-MOST_OUTPUT:]
+            raise Unavailable(f"{shown} ended with {done.returncode}: {said}")
+
+
+class WebhookCall(msgspec.Struct, frozen=True):
+    """The body of a webhook, as JSON.
+
+    Attributes:
+        pool: `namespace.component`.
+    """
+
+    pool: str
+    desired: int
+    reason: str
+
+
+class WebhookHands:
+    """A URL that is POSTed each change, and answers with a status of 2xx when it has it.
+
+    With a secret, the header `X-Dynbus-Signature` has `sha256=` and the HMAC of the body in
+    hexadecimal digits.
+
+    Args:
+        secret: a file with it; None for none.
+
+    Raises:
+        ConfigError: the URL or the secret cannot be used.
+    """
+
+    def __init__(self, url: str, secret: Path | None) -> None:
+        # It takes the extra `http`.
+        from dynbus.llm.proxy.http_client import HttpClient, ServerAddress
+
+        self._client = HttpClient(ServerAddress.parse(url))
+        self._path = urlsplit(url).path or "/"
+        self._secret = b""
+        if secret is not None:
+            try:
+                self._secret = secret.read_bytes().strip()
+            except OSError as error:
+                raise ConfigError(f"webhook_secret = {str(secret)!r} cannot be read: {error}") from None
+            if not self._secret:
+                raise ConfigError(f"webhook_secret = {str(secret)!r} is empty")
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._client.close()
+
+    async def set(self, pool: ComponentName, target: PoolTarget) -> None:
+        from dynbus.llm.proxy.http_client import BrokenOff, NotReached
+
+        body = msgspec.json.encode(WebhookCall(str(pool), target.desired, target.reason))
+        headers = {SIGNATURE: signature(self._secret, body)} if self._secret else {}
+        address = self._client.address
+        try:
+            with anyio.fail_after(WEBHOOK_SECONDS):
+                async with self._client.request("POST", self._path, headers, body) as answer:
+                    status = answer.status
+                    await answer.body(MOST_ANSWER)
+        except TimeoutError:
+            raise Unavailable(f"{address} does not answer within {WEBHOOK_SECONDS:g} s") from None
+        except (BrokenOff, NotReached, ValueError) as error:
+            raise Unavailable(f"{address} cannot be asked: {error}") from None
+        if not 200 <= status < 300:
+            raise Unavailable(f"{address} answers with status {status}")
+
+
+def signature(secret: bytes, body: bytes) -> str:
+    """The signature of a body: HMAC-SHA-256 (RFC 2104), as GitHub's webhooks have it."""
+    return f"sha256={hmac.new(secret, body, hashlib.sha256).hexdigest()}"

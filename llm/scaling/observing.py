@@ -1,0 +1,181 @@
+"""The pools of an autoscaler as the bus shows them: discovery, and what instances say of themselves.
+
+Every instance answers `$SRV.STATS`: engines with their load and their sums so far, front ends with
+the requests that they hold until a pool has an instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import anyio
+import msgspec
+
+from dynbus import Instance, Runtime
+from dynbus.spi import ComponentName, InstanceName, InstanceReport, Message, monotonic, random_id
+
+from .observation import Observation, PoolLoad, PoolState
+
+STATS: Final = "$SRV.STATS"
+ANSWER_SECONDS: Final = 1.0
+"""Seconds that instances have to answer."""
+HELD_REQUESTS: Final = 64
+"""Held requests that a front end is to name, by which it tells for which pools it holds."""
+SUMS: Final = (
+    "requests",
+    "requests_ended",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "first_tokens",
+    "first_token_seconds",
+    "decoded_tokens",
+    "decode_seconds",
+)
+"""The figures of an engine that only grow."""
+
+_Figures = Mapping[str, float]
+
+logger = logging.getLogger(__name__)
+
+
+class PoolObserver:
+    """Looks at pools, and keeps what their engines had counted the last time. Pure."""
+
+    def __init__(self, pools: Sequence[ComponentName]) -> None:
+        self._pools = pools
+        self._before: dict[InstanceName, _Figures] = {}
+        self._has_seen: set[ComponentName] = set()
+
+    def observe(
+        self, now: float, instances: Iterable[Instance], reports: Iterable[InstanceReport]
+    ) -> Observation:
+        """The pools of instances that are known, and of what was answered."""
+        known: dict[ComponentName, list[Instance]] = {pool: [] for pool in self._pools}
+        for one in instances:
+            pool = ComponentName(one.record.namespace, one.record.component)
+            if pool in known:
+                known[pool].append(one)
+        answers = {InstanceName(*row[:3]): row for row in reports}
+        held = _held(answers.values())
+        return Observation(
+            now,
+            {
+                str(pool): self._state(pool, there, answers, held.get(str(pool), 0))
+                for pool, there in known.items()
+            },
+        )
+
+    def _state(
+        self,
+        pool: ComponentName,
+        there: Sequence[Instance],
+        answers: Mapping[InstanceName, InstanceReport],
+        held: int,
+    ) -> PoolState:
+        ready = [one for one in there if not one.record.draining]
+        draining = len(there) - len(ready)
+        figures: dict[InstanceName, _Figures] = {}
+        is_complete = True
+        for one in there:
+            row = answers.get(one.record.name)
+            said = row.counts.figures if row is not None and row.counts is not None else {}
+            if "requests" in said:
+                figures[one.record.name] = said
+            elif not one.record.draining:
+                logger.debug("%s does not say how its engine is", one.record.name)
+                is_complete = False
+        if not is_complete:
+            # What came meanwhile is not known: the next observation begins anew.
+            self._has_seen.discard(pool)
+            return PoolState(len(ready), draining)
+        load = self._load(pool, figures, held)
+        for name in [name for name in self._before if name[:2] == pool and name not in figures]:
+            del self._before[name]
+        self._before.update(figures)
+        self._has_seen.add(pool)
+        return PoolState(len(ready), draining, load)
+
+    def _load(
+        self, pool: ComponentName, figures: Mapping[InstanceName, _Figures], held: int
+    ) -> PoolLoad:
+        now = dict.fromkeys((*SUMS, "running", "waiting", "context"), 0.0)
+        capacity = 0.0
+        for name, said in figures.items():
+            # Of one that was not there before all counts, but for who looks for the first time.
+            before = self._before.get(name, {} if pool in self._has_seen else said)
+            for each in SUMS:
+                now[each] += max(0.0, said.get(each, 0.0) - before.get(each, 0.0))
+            now["running"] += said.get("running", 0.0)
+            now["waiting"] += said.get("waiting", 0.0)
+            block = said.get("block_size", 0.0)
+            now["context"] += block * said.get("kv_blocks_used", 0.0)
+            capacity = block * said.get("kv_blocks", 0.0)
+        firsts, decoded = now["first_tokens"], now["decoded_tokens"]
+        return PoolLoad(
+            waiting=held + int(now["waiting"]),
+            running=int(now["running"]),
+            context_tokens=now["context"],
+            capacity_tokens=int(capacity),
+            arrivals=int(now["requests"]),
+            ended=int(now["requests_ended"]),
+            prompt_tokens=int(max(0.0, now["prompt_tokens"] - now["cached_tokens"])),
+            output_tokens=int(now["output_tokens"]),
+            firsts=int(firsts),
+            ttft=now["first_token_seconds"] / firsts if firsts else None,
+            itl=now["decode_seconds"] / decoded if decoded else None,
+        )
+
+
+def _held(reports: Iterable[InstanceReport]) -> dict[str, int]:
+    """The number of requests that are held for each component."""
+    by_process = {row.held.process: row.held for row in reports if row.held is not None}
+    counts: dict[str, int] = {}
+    for held in by_process.values():
+        for request in held.requests:
+            for component in request.awaits:
+                counts[component] = counts.get(component, 0) + 1
+    return counts
+
+
+class PoolSurvey:
+    """Asks all instances how they are, for a `PoolObserver`."""
+
+    def __init__(self, runtime: Runtime, pools: Sequence[ComponentName]) -> None:
+        self._runtime = runtime
+        self._observer = PoolObserver(pools)
+
+    async def observe(self) -> Observation:
+        """The pools as they are now; it takes `ANSWER_SECONDS` at most."""
+        instances = self._runtime.discovery.view.everything()
+        reports = await self._ask({one.record.name for one in instances})
+        return self._observer.observe(monotonic(), instances, reports)
+
+    async def _ask(self, wanted: set[InstanceName]) -> list[InstanceReport]:
+        bus = self._runtime.bus
+        reports: list[InstanceReport] = []
+        missing = set(wanted)
+        complete = asyncio.Event()
+
+        def collect(message: Message) -> None:
+            row = InstanceReport.read(message.data)
+            if row is None:
+                return
+            reports.append(row)
+            missing.discard(InstanceName(*row[:3]))
+            if not missing:
+                complete.set()
+
+        inbox = f"{bus.replies.base}.{random_id()}"
+        subscription = bus.data.subscribe(inbox, collect)
+        question = msgspec.json.encode({"requests": HELD_REQUESTS})
+        try:
+            bus.data.publish(STATS, question, reply=inbox)
+            with anyio.move_on_after(ANSWER_SECONDS):
+                await complete.wait()
+        finally:
+            subscription.unsubscribe()
+        return reports
