@@ -67,7 +67,9 @@ def search(
         least, most: sizes of fleets that are tried.
     """
     began = trace.requests[0].arrival
-    of = [int((each.arrival - began) / setup.simulation.speed / setup.step) for each in trace.requests]
+    of = [
+        int((each.arrival - began) / setup.simulation.speed / setup.step) for each in trace.requests
+    ]
     intervals = of[-1] + 1
 
     def goods(result: ScaledResult) -> list[int]:
@@ -78,8 +80,7 @@ def search(
 
     by_size: dict[int, list[int]] = {}
     for size in range(least, most + 1):
-        target = PoolTarget(size, "always")
-        by_size[size] = goods(setup.replay(trace, lambda _, target=target: target, size))
+        by_size[size] = goods(setup.replay(trace, scheduled(setup, [size]), size))
         progress(f"{size} instances: {sum(by_size[size])} of {len(of)} good")
     best = [max(by_size[size][k] for size in by_size) for k in range(intervals)]
     sizes = [

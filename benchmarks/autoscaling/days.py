@@ -37,7 +37,8 @@ def draw_day(seed: int, *, peak: float, seconds: float = DAY) -> Trace:
     def rate(at: float) -> float:
         wave = (1 + math.cos(2 * math.pi * (at - noon))) / 2
         more = sum(much for when, long, much in bursts if when <= at < when + long)
-        return peak * (night + (1 - night) * wave**sharpness) * (1 + more)
+        high: float = peak * (night + (1 - night) * wave**sharpness) * (1 + more)
+        return high
 
     most = peak * 3
     now, requests = 0.0, list[TraceRequest]()

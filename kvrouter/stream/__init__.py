@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .awareness import AwarenessLevel, CacheAwareness
     from .cache_mirror import CacheMirror
+    from .election import Election
     from .event_stream import EventStream
     from .follower import FollowerStatus, IndexFollower, Position
     from .needed_streams import kv_streams
@@ -17,6 +18,7 @@ __all__ = [
     "AwarenessLevel",
     "CacheAwareness",
     "CacheMirror",
+    "Election",
     "EventStream",
     "FollowerStatus",
     "IndexFollower",
@@ -38,6 +40,7 @@ if not TYPE_CHECKING:
         __name__,
         "awareness",
         "cache_mirror",
+        "election",
         "event_stream",
         "snapshots",
         "snapshot_writer",

@@ -14,6 +14,8 @@ from dynbus import DynbusError, Unavailable
 from dynbus.kvrouter.names import ELECTION_BUCKET, kv_election_subject
 from dynbus.spi import (
     Bus,
+    ComponentName,
+    Grant,
     JetStream,
     LeasedRecord,
     NoStream,
@@ -94,6 +96,11 @@ class Election(Openable):
 
     def __repr__(self) -> str:
         return f"<Election {self._record.subject} [elected: {self.is_elected}]>"
+
+    @staticmethod
+    def grant(component: ComponentName, purpose: str) -> Grant:
+        """The grant of a candidate for the work of a component."""
+        return Grant(purpose, (kv_election_subject(*component), *ELECTION_STREAM.to_look_up))
 
     @property
     def is_elected(self) -> bool:

@@ -460,9 +460,7 @@ class Fleet:
             instance.activity = _Activity.STARTING
             self._wake_at(now, instance)
         request = opened.request
-        instance.engine.add_sequence(
-            request.id, sequence, request.output_tokens - opened.made
-        )
+        instance.engine.add_sequence(request.id, sequence, request.output_tokens - opened.made)
 
     def _wake_at(self, time: float, instance: _Instance) -> None:
         self._entries += 1

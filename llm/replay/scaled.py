@@ -263,8 +263,8 @@ class ScaledFleet:
     def _look(self, now: float) -> None:
         """Show the autoscaler what is there, and do what it wants."""
         for member in self._of("draining"):
-            load = self._fleet.load(member.name)
-            if not load.running + load.waiting:
+            left = self._fleet.load(member.name)
+            if not left.running + left.waiting:
                 self._end(member, now)
         load, is_lost = self._load(), self._is_within("lost", now)
         ready, draining = len(self._of("ready")), len(self._of("draining"))

@@ -2,11 +2,14 @@
 carried out by others.
 """
 
+from .autoscaler import Autoscaler, AutoscalerOptions
 from .capacity import EngineProfile, Line
 from .observation import Observation, PoolKind, PoolLoad, PoolState, PoolTarget
 from .policy import PoolConfig, ScalingConfig, ScalingPolicy
 
 __all__ = [
+    "Autoscaler",
+    "AutoscalerOptions",
     "EngineProfile",
     "Line",
     "Observation",

@@ -147,9 +147,7 @@ class Need(NamedTuple):
     out_of_reach: tuple[str, ...] = ()
 
 
-def need(
-    kind: PoolKind, profile: EngineProfile, demand: Demand, limits: Limits, most: int
-) -> Need:
+def need(kind: PoolKind, profile: EngineProfile, demand: Demand, limits: Limits, most: int) -> Need:
     """The least number of instances that keep the objectives under a demand, at most `most`.
 
     An objective that an idle instance misses is left out: only what it can do is needed then.

@@ -124,7 +124,9 @@ class WebhookHands:
             try:
                 self._secret = secret.read_bytes().strip()
             except OSError as error:
-                raise ConfigError(f"webhook_secret = {str(secret)!r} cannot be read: {error}") from None
+                raise ConfigError(
+                    f"webhook_secret = {str(secret)!r} cannot be read: {error}"
+                ) from None
             if not self._secret:
                 raise ConfigError(f"webhook_secret = {str(secret)!r} is empty")
 

@@ -365,9 +365,7 @@ class PoolPolicy:
     def _wanted(self, state: PoolState, load: PoolLoad, now: float) -> tuple[int, str]:
         config, pool = self._config, self._pool
         limits = Limits(config.ttft, config.itl, load.capacity_tokens)
-        streams = streams_need(
-            pool.kind, self.profile, load.running, load.context_tokens, limits
-        )
+        streams = streams_need(pool.kind, self.profile, load.running, load.context_tokens, limits)
         self.floor = min(state.ready, streams)
         level, expected = self._rate.level, self._rate.after(config.cold_start)
         backlog = self._backlog(state, load)
@@ -383,7 +381,9 @@ class PoolPolicy:
             # However long the memory of a demand is: none takes no instance.
             up, least = Need(0), 0
         # Nothing at all is no reason to wait for longer than is said.
-        self._idle_since = None if is_asked else (now if self._idle_since is None else self._idle_since)
+        self._idle_since = (
+            None if is_asked else (now if self._idle_since is None else self._idle_since)
+        )
         is_idle = self._idle_since is not None and now - self._idle_since >= config.down_after
         patience = config.down_after if is_idle else self._patience.seconds
         self._enough.append((now, least))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 from typing import Final
@@ -12,10 +12,8 @@ from typing import Final
 import numpy as np
 
 from dynbus.kvrouter import RouterConfig
-
 from dynbus.llm.mock.engine import MockConfig
 from dynbus.llm.mock.timing import Timing
-from dynbus.llm.replay.fleet import Fleet
 from dynbus.llm.replay.scaled import POOL, Fault, Sample, ScaledFleet, ScaledResult
 from dynbus.llm.replay.simulation import Simulation
 from dynbus.llm.replay.trace import Trace, TraceRequest
@@ -24,7 +22,12 @@ from dynbus.llm.scaling.policy import PoolConfig, ScalingConfig, ScalingPolicy
 
 BLOCK: Final = 512
 ENGINE: Final = MockConfig(
-    block_size=BLOCK, blocks=64, kv_events=False, prefix_caching=False, timing=Timing(speedup_ratio=0.05))
+    block_size=BLOCK,
+    blocks=64,
+    kv_events=False,
+    prefix_caching=False,
+    timing=Timing(speedup_ratio=0.05),
+)
 """A slow engine: a few requests a minute are a load."""
 CONFIG: Final = ScalingConfig(
     {POOL: PoolConfig(least=0, most=6)},

@@ -1,0 +1,251 @@
+"""The autoscaler on a bus: what it sees there, who of several decides, and whom it asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import anyio
+import pytest
+
+from dynbus.actors.runtime import ActorInstance
+from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.protocol.names import ComponentName
+from dynbus.llm.generation import GenerateRequest
+from dynbus.llm.mock.worker import MockWorker
+from dynbus.llm.scaling.autoscaler import Autoscaler, TargetsShown, parse_pool
+from dynbus.llm.scaling.hands import Hands
+from dynbus.llm.scaling.observation import PoolTarget
+from dynbus.llm.scaling.policy import PoolConfig
+from dynbus.testing import TestKit, run
+
+POOL = "llm.MockWorker"
+GRACE = 600.0
+
+
+class Orchestrator:
+    """Starts and drains instances in a kit, as it is asked to.
+
+    Attributes:
+        asked: the numbers, in order.
+        refuses: whether it does nothing.
+    """
+
+    def __init__(self, kit: TestKit) -> None:
+        self.kit = kit
+        self.asked: list[int] = []
+        self.refuses = False
+        self.instances: list[ActorInstance] = []
+
+    async def set(self, pool: ComponentName, target: PoolTarget) -> None:
+        self.asked.append(target.desired)
+        if self.refuses:
+            raise Unavailable("there is no GPU")
+        while len(self.instances) < target.desired:
+            self.instances.append(
+                await self.kit.start(MockWorker, speedup_ratio=0.2, max_num_seqs=4)
+            )
+        while len(self.instances) > target.desired:
+            await self.instances.pop().stop(GRACE)
+
+
+class InKit(Autoscaler, namespace="llm", component="Autoscaler"):
+    """An autoscaler whose hands are in the test."""
+
+    orchestrator: Orchestrator
+
+    def make_hands(self, exits: AsyncExitStack) -> list[Hands]:
+        return [self.orchestrator]
+
+
+async def start(kit: TestKit, orchestrator: Orchestrator, pool: str = "0:3") -> ActorInstance:
+    InKit.orchestrator = orchestrator
+    return await kit.start(
+        InKit,
+        pools=[f"{POOL}={pool}"],
+        ttft=5.0,
+        itl=0.5,
+        cold_start=5.0,
+        drain=5.0,
+        down_after=30.0,
+        hold=60.0,
+        interval=1.0,
+    )
+
+
+async def shown(kit: TestKit) -> TargetsShown:
+    return await kit.client(InKit).targets()
+
+
+async def until(
+    condition: Callable[[], Awaitable[bool]], what: str, seconds: float = 300.0
+) -> None:
+    with anyio.move_on_after(seconds) as scope:
+        while not await condition():
+            await anyio.sleep(0.5)
+    assert not scope.cancelled_caught, what
+
+
+async def tokens(kit: TestKit, count: int) -> int:
+    """The number of tokens that came of a stream."""
+    request = GenerateRequest(list(range(2000)), count)
+    return sum([len(each.token_ids) async for each in kit.client(MockWorker).generate(request)])
+
+
+def test_instances_come_with_the_load_go_after_it_and_no_stream_ends_early() -> None:
+    """Dynamo #13565: figures that are not taken for those of an instance, and drains that cut."""
+
+    async def story() -> tuple[list[int], list[int], int]:
+        async with TestKit() as kit:
+            orchestrator = Orchestrator(kit)
+            await orchestrator.set(ComponentName.parse(POOL), PoolTarget(1, ""))
+            await start(kit, orchestrator, "1:3")
+
+            async with asyncio.TaskGroup() as tasks:
+                long = tasks.create_task(tokens(kit, 4000))
+                streams = [tasks.create_task(tokens(kit, 200)) for _ in range(60)]
+
+                async def is_larger() -> bool:
+                    return len(orchestrator.instances) > 1
+
+                await until(is_larger, "the pool grows")
+
+            async def is_small() -> bool:
+                return len(orchestrator.instances) == 1
+
+            await until(is_small, "the pool shrinks")
+            return orchestrator.asked, [each.result() for each in streams], long.result()
+
+    asked, lengths, longest = run(story())
+
+    assert max(asked) > 1
+    assert asked[-1] == 1
+    assert lengths == [200] * 60
+    assert longest == 4000
+
+
+def test_a_request_that_is_held_brings_the_first_instance() -> None:
+    async def story() -> list[int]:
+        async with TestKit() as kit:
+            orchestrator = Orchestrator(kit)
+            scaler = await start(kit, orchestrator)
+            await until(lambda: _is_elected(kit), "it decides")
+            held = scaler.actor.runtime.bus.held
+
+            with held.hold("mine", [ComponentName.parse(POOL)]):
+
+                async def is_there() -> bool:
+                    return len(orchestrator.instances) == 1
+
+                await until(is_there, "an instance comes")
+            return orchestrator.asked
+
+    assert run(story())[0] == 1
+
+
+async def _is_elected(kit: TestKit) -> bool:
+    return (await shown(kit)).elected
+
+
+def test_what_was_not_done_is_asked_for_again_and_shown() -> None:
+    async def story() -> tuple[TargetsShown, TargetsShown]:
+        async with TestKit() as kit:
+            orchestrator = Orchestrator(kit)
+            orchestrator.refuses = True
+            await start(kit, orchestrator, "1:3")
+
+            async def is_tried_again() -> bool:
+                return len(orchestrator.asked) > 2
+
+            await until(is_tried_again, "it asks again")
+            before = await shown(kit)
+            orchestrator.refuses = False
+
+            async def is_there() -> bool:
+                return bool(orchestrator.instances)
+
+            await until(is_there, "an instance comes")
+            return before, await shown(kit)
+
+    before, after = run(story())
+
+    assert [(each.desired, each.acted, each.problem) for each in before.pools] == [
+        (1, False, "there is no GPU")
+    ]
+    assert [(each.desired, each.problem) for each in after.pools] == [(1, "")]
+
+
+def test_of_two_one_decides_and_the_other_takes_its_place() -> None:
+    async def story() -> tuple[int, bool]:
+        async with TestKit() as kit:
+            orchestrator = Orchestrator(kit)
+            first = await start(kit, orchestrator, "1:3")
+            await until(lambda: _is_elected(kit), "the first decides")
+            second = await start(kit, orchestrator, "1:3")
+            assert isinstance(second.actor, InKit)
+            waiting = await second.actor.targets()
+
+            await kit.kill(first)
+
+            async def has_second() -> bool:
+                assert isinstance(second.actor, InKit)
+                return (await second.actor.targets()).elected
+
+            await until(has_second, "the second decides")
+            return len(waiting.pools), waiting.elected
+
+    assert run(story()) == (0, False)
+
+
+def test_an_instance_that_does_not_answer_freezes_its_pool() -> None:
+    async def story() -> TargetsShown:
+        async with TestKit() as kit:
+            orchestrator = Orchestrator(kit)
+            await orchestrator.set(ComponentName.parse(POOL), PoolTarget(2, ""))
+            await start(kit, orchestrator, "0:3")
+            await until(lambda: _is_elected(kit), "it decides")
+            # Its lease goes on, and nobody hears what it says.
+            frozen = orchestrator.instances[0].actor.runtime.bus
+            frozen.data.disconnect()  # type: ignore[attr-defined]
+            await anyio.sleep(60.0)
+            return await shown(kit)
+
+    (pool,) = run(story()).pools
+
+    assert (pool.desired, pool.reason) == (2, "frozen: a metric is missing")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "pool"),
+    [
+        ("llm.Engine=0:8", "llm.Engine", PoolConfig("aggregated", 0, 8, 1)),
+        ("llm.P=1:4:prefill", "llm.P", PoolConfig("prefill", 1, 4, 1)),
+        ("llm.D=1:4:decode:2", "llm.D", PoolConfig("decode", 1, 4, 2)),
+        ("llm.D=1:4:8", "llm.D", PoolConfig("aggregated", 1, 4, 8)),
+    ],
+)
+def test_a_pool_is_written_on_one_line(text: str, name: str, pool: PoolConfig) -> None:
+    assert parse_pool(text) == (ComponentName.parse(name), pool)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"pools": ["llm.Engine"]}, "'llm.Engine' is no pool"),
+        ({"pools": ["llm.Engine=5:2"]}, "5 to 2 instances"),
+        ({"pools": []}, "there is no pool"),
+        ({"pools": ["llm.E=0:1", "llm.E=0:2"]}, "there twice"),
+        ({"pools": ["llm.E=4:8:2"], "budget": 6}, "budget = 6: the pools have 8 GPUs at least"),
+        ({"pools": ["llm.E=0:1"], "command": "scale it"}, "has no {count}"),
+        ({"pools": ["llm.E=0:1"], "command": "scale 'it {count}"}, "cannot be read"),
+        ({"pools": ["llm.E=0:1"], "webhook_secret": __file__}, "webhook_secret is for webhook"),
+    ],
+)
+def test_an_autoscaler_that_cannot_be_is_refused(options: dict[str, object], reason: str) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            await kit.start(Autoscaler, **options)
+
+    with pytest.raises(ConfigError, match=reason):
+        run(story())
