@@ -67,9 +67,8 @@ def search(
         least, most: sizes of fleets that are tried.
     """
     began = trace.requests[0].arrival
-    of = [
-        int((each.arrival - began) / setup.simulation.speed / setup.step) for each in trace.requests
-    ]
+    pace = setup.simulation.speed * setup.step
+    of = [int((each.arrival - began) / pace) for each in trace.requests]
     intervals = of[-1] + 1
 
     def goods(result: ScaledResult) -> list[int]:

@@ -30,6 +30,7 @@ from dynbus.kvrouter import (
     AwarenessLevel,
     CacheAwareness,
     Decision,
+    InstanceProfile,
     KvEvent,
     KvScheduler,
     Overlap,

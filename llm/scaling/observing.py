@@ -1,4 +1,4 @@
-"""The pools of an autoscaler as the bus shows them: discovery, and what instances say of themselves.
+"""The pools of an autoscaler as the bus shows them: by discovery, and by what instances say.
 
 Every instance answers `$SRV.STATS`: engines with their load and their sums so far, front ends with
 the requests that they hold until a pool has an instance.
