@@ -37,6 +37,7 @@ class EngineWatch(InstanceWatch):
             "cached_tokens": load.cached_tokens,
             "output_tokens": runner.output_tokens,
             "block_size": limits.block_size,
+            "slots": limits.max_num_seqs,
             "running": load.running,
             "waiting": load.waiting,
             "requests": totals.submitted,

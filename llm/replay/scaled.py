@@ -292,6 +292,7 @@ class ScaledFleet:
             running=sum(load.running for load in loads),
             context_tokens=engine.block_size * sum(load.active_blocks for load in loads),
             capacity_tokens=engine.capacity_tokens,
+            slots=engine.max_num_seqs,
             arrivals=totals.arrivals - before.arrivals,
             ended=totals.ended - before.ended,
             prompt_tokens=totals.prompt_tokens - before.prompt_tokens,

@@ -312,6 +312,7 @@ class Scaler(Openable):
     async def _lead(self) -> None:
         policy, options = ScalingPolicy(self._options.scaling()), self._options
         acting: dict[str, _Acting] = {}
+        await self._survey.begin()
         async with anyio.create_task_group() as tasks:
             while True:
                 next_at = monotonic() + options.interval

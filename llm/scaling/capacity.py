@@ -26,7 +26,8 @@ from .observation import PoolKind
 LATE: Final = 0.05
 """The share of requests that may wait for longer than the objective allows."""
 FULL: Final = 0.9
-"""The share of a cache that running requests may take: beyond it they are preempted."""
+"""The share of a cache, and of the slots, that running requests may take: beyond it they are
+preempted, or wait."""
 BUSIEST: Final = 0.85
 """The share of its time that an engine may give to prompts where no objective limits it."""
 VARIATION: Final = 1.0
@@ -83,11 +84,13 @@ class Limits(NamedTuple):
     Attributes:
         ttft, itl: seconds.
         capacity_tokens: that the cache of one instance holds; 0 where that is not known.
+        slots: requests that run at a time in one instance; 0 likewise.
     """
 
     ttft: float
     itl: float
     capacity_tokens: int = 0
+    slots: int = 0
 
     @property
     def context_tokens(self) -> float:
@@ -102,13 +105,13 @@ class Prediction(NamedTuple):
         busy: share of its time that prompts take; 1 and more for too many.
         ttft: seconds that all but `LATE` of the requests keep.
         itl: mean seconds between two tokens; infinite for too many.
-        context_tokens: of all that run there.
+        running: requests that run there.
     """
 
     busy: float
     ttft: float
     itl: float
-    context_tokens: float
+    running: float
 
 
 def predict(kind: PoolKind, profile: EngineProfile, demand: Demand, instances: int) -> Prediction:
@@ -118,7 +121,7 @@ def predict(kind: PoolKind, profile: EngineProfile, demand: Demand, instances: i
     busy = rate * prompt
     if busy >= 1.0:
         return Prediction(busy, math.inf, math.inf, math.inf)
-    step, context = 0.0, 0.0
+    step, running = 0.0, busy
     if kind != "prefill":
         # running = x step and step = base + each running context, of which this is the solution.
         x = rate * demand.output_tokens / (1.0 - busy)
@@ -126,14 +129,14 @@ def predict(kind: PoolKind, profile: EngineProfile, demand: Demand, instances: i
         if growth >= 1.0:
             return Prediction(busy, math.inf, math.inf, math.inf)
         step = profile.decode.base / (1.0 - growth)
-        context = x * step * demand.context_tokens
+        running = x * step
     itl = step / (1.0 - busy)
     ttft = prompt + step
     if busy > 0.0:
         mean = prompt * (1.0 + VARIATION) / 2.0 / (instances * (1.0 - busy))
         chance = busy ** (math.sqrt(2.0 * (instances + 1)) - 1.0)
         ttft += mean * max(0.0, math.log(chance / LATE))
-    return Prediction(busy, ttft, itl, context)
+    return Prediction(busy, ttft, itl, running)
 
 
 class Need(NamedTuple):
@@ -167,7 +170,8 @@ def need(kind: PoolKind, profile: EngineProfile, demand: Demand, limits: Limits,
             state.busy < (BUSIEST if out_of_reach else 1.0)
             and ("ttft" in out_of_reach or state.ttft <= limits.ttft)
             and ("itl" in out_of_reach or state.itl <= limits.itl)
-            and state.context_tokens <= limits.context_tokens
+            and state.running * demand.context_tokens <= limits.context_tokens
+            and (not limits.slots or state.running <= FULL * limits.slots)
         )
 
     # More instances are never worse.
@@ -191,7 +195,8 @@ def streams_need(
     of_itl = (limits.itl - profile.decode.base) / profile.decode.each
     if of_itl > context_tokens / running:
         room = min(room, of_itl)
-    return max(1, math.ceil(context_tokens / room))
+    of_slots = math.ceil(running / limits.slots) if limits.slots else 1
+    return max(1, of_slots, math.ceil(context_tokens / room))
 
 
 class _Fit:

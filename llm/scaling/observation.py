@@ -19,6 +19,7 @@ class PoolLoad(msgspec.Struct, frozen=True):
         running: requests that instances compute.
         context_tokens: that the caches keep for those.
         capacity_tokens: that the cache of one instance holds; 0 where that is not known.
+        slots: requests that one instance runs at a time; 0 where that is not known.
         arrivals, ended: requests that came, and that ended.
         prompt_tokens: of prompts, without those that were in a cache.
         output_tokens: that were made.
@@ -31,6 +32,7 @@ class PoolLoad(msgspec.Struct, frozen=True):
     running: int = 0
     context_tokens: float = 0.0
     capacity_tokens: int = 0
+    slots: int = 0
     arrivals: int = 0
     ended: int = 0
     prompt_tokens: int = 0

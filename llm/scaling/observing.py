@@ -103,7 +103,7 @@ class PoolObserver:
         self, pool: ComponentName, figures: Mapping[InstanceName, _Figures], held: int
     ) -> PoolLoad:
         now = dict.fromkeys((*SUMS, "running", "waiting", "context"), 0.0)
-        capacity = 0.0
+        capacity = slots = 0.0
         for name, said in figures.items():
             # Of one that was not there before all counts, but for who looks for the first time.
             before = self._before.get(name, {} if pool in self._has_seen else said)
@@ -114,12 +114,14 @@ class PoolObserver:
             block = said.get("block_size", 0.0)
             now["context"] += block * said.get("kv_blocks_used", 0.0)
             capacity = block * said.get("kv_blocks", 0.0)
+            slots = said.get("slots", 0.0)
         firsts, decoded = now["first_tokens"], now["decoded_tokens"]
         return PoolLoad(
             waiting=held + int(now["waiting"]),
             running=int(now["running"]),
             context_tokens=now["context"],
             capacity_tokens=int(capacity),
+            slots=int(slots),
             arrivals=int(now["requests"]),
             ended=int(now["requests_ended"]),
             prompt_tokens=int(max(0.0, now["prompt_tokens"] - now["cached_tokens"])),
@@ -147,6 +149,11 @@ class PoolSurvey:
     def __init__(self, runtime: Runtime, pools: Sequence[ComponentName]) -> None:
         self._runtime = runtime
         self._observer = PoolObserver(pools)
+
+    async def begin(self) -> None:
+        """Wait until all instances are known: those that are not would be taken for gone."""
+        self._runtime.discovery.begin()
+        await self._runtime.discovery.wait_synchronized(None)
 
     async def observe(self) -> Observation:
         """The pools as they are now; it takes `ANSWER_SECONDS` at most."""

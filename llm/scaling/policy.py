@@ -246,7 +246,7 @@ class PoolPolicy:
         self._rate = _Rate(max(5 * SMOOTH, 4 * config.cold_start))
         self._prompt, self._output, self._context = _Mean(), _Mean(), _Mean()
         self._seen_at: float | None = None
-        self._was_queued = False
+        self._queued_since: float | None = None
         self._idle_since: float | None = None
         self._asked = _Asked(first_seen, now, first_seen)
         # (time, instances that were enough); what is before the oldest is not known.
@@ -281,6 +281,10 @@ class PoolPolicy:
         else:
             self._note(load, state.ready, now - self._seen_at)
         self._seen_at = now
+        if not load.waiting:
+            self._queued_since = None
+        elif self._queued_since is None:
+            self._queued_since = now
         asked = self._asked
         self._compare(state, now)
         wanted, reason = self._wanted(state, load, now)
@@ -312,7 +316,8 @@ class PoolPolicy:
         if load.ttft is not None and load.firsts and kind != "decode":
             prompt = load.prompt_tokens / load.firsts
             known = profile.prefill.at(prompt)
-            is_queued = load.waiting > 0 or self._was_queued or state.busy > LEARNING_BUSY
+            was_queued = self._queued_since is not None
+            is_queued = load.waiting > 0 or was_queued or state.busy > LEARNING_BUSY
             # Not even a queue lets a prompt take longer than until its first token.
             if load.ttft < known or not is_queued:
                 waited = 0.0 if is_queued else known * state.busy / (1.0 - state.busy) / ready
@@ -322,7 +327,6 @@ class PoolPolicy:
             seconds = load.itl * (1.0 - min(state.busy, BUSIEST))
             context = load.context_tokens / ready
             self._learner.note_steps(context, seconds, load.running, passed)
-        self._was_queued = load.waiting > 0
 
     def _compare(self, state: PoolState, now: float) -> None:
         """Compare what is there with what was asked for."""
@@ -359,16 +363,16 @@ class PoolPolicy:
     def _need(self, rate: float, load: PoolLoad) -> Need:
         config, pool = self._config, self._pool
         demand = self._demand(rate / (1.0 - config.headroom))
-        limits = Limits(config.ttft, config.itl, load.capacity_tokens)
+        limits = Limits(config.ttft, config.itl, load.capacity_tokens, load.slots)
         return need(pool.kind, self.profile, demand, limits, pool.most)
 
     def _wanted(self, state: PoolState, load: PoolLoad, now: float) -> tuple[int, str]:
         config, pool = self._config, self._pool
-        limits = Limits(config.ttft, config.itl, load.capacity_tokens)
+        limits = Limits(config.ttft, config.itl, load.capacity_tokens, load.slots)
         streams = streams_need(pool.kind, self.profile, load.running, load.context_tokens, limits)
         self.floor = min(state.ready, streams)
         level, expected = self._rate.level, self._rate.after(config.cold_start)
-        backlog = self._backlog(state, load)
+        backlog = self._backlog(state, load, now)
         is_asked = bool(load.arrivals or load.running or load.waiting)
         if is_asked:
             up = self._need(expected + backlog, load)
@@ -405,14 +409,17 @@ class PoolPolicy:
             why += f"; {wanted} are out of the bounds {pool.least} to {pool.most}"
         return bounded, why
 
-    def _backlog(self, state: PoolState, load: PoolLoad) -> float:
+    def _backlog(self, state: PoolState, load: PoolLoad, now: float) -> float:
         """Requests per second that come beside the arrivals: those that wait and will wait still
         when a new instance is ready."""
         config = self._config
         if not load.waiting:
             return 0.0
         spare = 0.0
-        if state.ready and self._pool.kind != "decode":
+        # A queue that stays shows that there is nothing to spare, whatever is reckoned.
+        since = self._queued_since
+        is_new = since is None or now - since < config.ttft
+        if is_new and state.ready and self._pool.kind != "decode":
             busy = self._rate.level * self.profile.prefill.at(self._prompt.value) / state.ready
             spare = state.ready * max(0.0, 1.0 - busy)
             spare /= self.profile.prefill.at(self._prompt.value)
