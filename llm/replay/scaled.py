@@ -157,7 +157,7 @@ class ScaledFleet:
         self._result = ScaledResult([])
 
     def run(self, trace: Trace, *, idle: float = 0.0) -> ScaledResult:
-        """Replay the trace, and go on deciding for `idle` seconds after its last arrival.
+        """Replay the trace, and go on deciding for `idle` seconds after its last token.
 
         Raises:
             ValueError: requests wait that nothing will ever serve.
@@ -177,13 +177,15 @@ class ScaledFleet:
             now = (request.arrival - began) / self._simulation.speed
             self._until(now)
             result.requests.append(fleet.arrive(request, now))
-        ends = (trace.requests[-1].arrival - began) / self._simulation.speed + idle
+        ends = (trace.requests[-1].arrival - began) / self._simulation.speed
         self._until(ends)
         while fleet.is_busy:
             if ends > MOST_SECONDS:
                 raise ValueError(f"requests wait after {ends:g} s: nothing serves them")
             ends += self._interval
             self._until(ends)
+        ends += idle
+        self._until(ends)
         fleet.finish()
         result.instance_seconds += sum(
             ends - member.began for member in self._members if member.state != "gone"

@@ -442,6 +442,11 @@ class ScalingPolicy:
         pools = ", ".join(f"{name}: {pool.asked}" for name, pool in self._pools.items())
         return f"<ScalingPolicy [{pools}]>"
 
+    def profile_of(self, pool: str) -> EngineProfile:
+        """The speed of the engines of a pool, as far as it is known by now."""
+        known = self._pools.get(pool)
+        return self.config.profile if known is None else known.profile
+
     def decide(self, observation: Observation) -> dict[str, PoolTarget]:
         """The targets of all pools; a pool that is not observed has none."""
         now = observation.time

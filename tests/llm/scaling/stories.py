@@ -102,8 +102,8 @@ class Story:
 
     @property
     def idle(self) -> float:
-        """Seconds after the last arrival in which everything must have come to rest: two changes
-        by hand may still be held, one after the other."""
+        """Seconds after the last token in which everything must have come to rest: two changes by
+        hand may still be held, one after the other."""
         config = self.config
         return 3 * (config.hold + config.settled_after) + config.down_after + 10 * INTERVAL
 
