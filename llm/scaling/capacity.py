@@ -135,7 +135,8 @@ def predict(kind: PoolKind, profile: EngineProfile, demand: Demand, instances: i
     if busy > 0.0:
         mean = prompt * (1.0 + VARIATION) / 2.0 / (instances * (1.0 - busy))
         chance = busy ** (math.sqrt(2.0 * (instances + 1)) - 1.0)
-        ttft += mean * max(0.0, math.log(chance / LATE))
+        if chance > LATE:
+            ttft += mean * math.log(chance / LATE)
     return Prediction(busy, ttft, itl, running)
 
 
