@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .routing import (
         COST_FUNCTIONS,
         DP_RANK_KEY,
-        OVERLAP_KEY,
         REQUIRED_KEY,
         Candidate,
         CostFunction,
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
         IndexFollower,
         KvEventPublisher,
         Position,
+        PublisherStatus,
         SnapshotPlan,
         SnapshotStore,
         kv_streams,
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
 __all__ = [
     "COST_FUNCTIONS",
     "DP_RANK_KEY",
-    "OVERLAP_KEY",
     "REQUIRED_KEY",
     "AllBlocksCleared",
     "AwarenessLevel",
@@ -100,6 +99,7 @@ __all__ = [
     "PolicyChoice",
     "PolicyReport",
     "Position",
+    "PublisherStatus",
     "RadixIndex",
     "Rank",
     "RankLoad",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final
 
 from dynbus import Instance
-from dynbus.kvrouter import OVERLAP_KEY, KvRouter, Rank, RequestFields, profiles, requests
+from dynbus.kvrouter import KvRouter, Rank, RequestFields, profiles, requests
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.weights.fingerprint import are_same
@@ -72,7 +72,9 @@ class PrefillChoice:
 
     def cached_tokens(self, metadata: Mapping[str, str]) -> int:
         """Tokens of a prompt that are in the own cache, as the router of its call has said."""
-        return requests.routed_blocks(metadata, OVERLAP_KEY) * self._runner.limits.block_size
+        return (
+            requests.routed_blocks(metadata, requests.OVERLAP_KEY) * self._runner.limits.block_size
+        )
 
     def usable(self, instances: Sequence[Instance]) -> list[Instance]:
         """Those that can compute prompts for this one. Of who computes another model it is said

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from typing import Final, Literal, NamedTuple
 
@@ -36,14 +37,14 @@ class Fault(NamedTuple):
     Attributes:
         kind: `lost` has no metrics to show for `seconds`, and `stuck` has what is started within
             them never serve; `dies` ends an instance; `hand` has another one set the number of
-            instances to `count`.
+            instances to `instances`.
         at: seconds after the first arrival.
     """
 
     kind: Literal["lost", "stuck", "dies", "hand"]
     at: float
     seconds: float = 0.0
-    count: int = 0
+    instances: int = 0
 
 
 class Sample(NamedTuple):
@@ -54,7 +55,7 @@ class Sample(NamedTuple):
         context_tokens: of those.
         is_lost: whether the metrics were missing.
         target: the decision.
-        set_to: the instances that the orchestrator is set to after it, by whomever.
+        set_to: the instances that the orchestrator is set to after it.
     """
 
     time: float
@@ -169,7 +170,7 @@ class ScaledFleet:
             if fault.kind == "dies":
                 self._at(fault.at, self._die)
             elif fault.kind == "hand":
-                self._at(fault.at, lambda now, count=fault.count: self._set(count, now))
+                self._at(fault.at, partial(self._set, fault.instances))
         self._at(self._interval, self._look)
         fleet, result = self._fleet, self._result
         began = trace.requests[0].arrival
@@ -222,7 +223,7 @@ class ScaledFleet:
         member = _Member(f"engine-{self._made}", now, ready_at)
         self._members.append(member)
         if not is_stuck:
-            self._at(ready_at, lambda now: self._serve(member, now))
+            self._at(ready_at, partial(self._serve, member))
 
     def _serve(self, member: _Member, now: float) -> None:
         if member.state == "starting":

@@ -1,4 +1,4 @@
-"""What an engine of a pool can do, as it was measured, and how many of them a demand takes.
+"""The speed of an engine, as it was measured, and the number of engines that a demand takes.
 
 An engine of continuous batching shares its time between prompts and steps of decoding. With
 requests that arrive at the rate r at each of n instances, whose prompts take s seconds each, and

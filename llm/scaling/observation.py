@@ -1,4 +1,4 @@
-"""What an autoscaler sees of the pools of a model, and what it wants of them, as data."""
+"""The observations of an autoscaler, and its targets, as data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 PoolKind = Literal["aggregated", "prefill", "decode"]
-"""What the instances of a pool compute: prompts and outputs, or one of them."""
+"""The work of the instances of a pool: prompts and outputs, or one of them."""
 
 
 class PoolLoad(msgspec.Struct, frozen=True):

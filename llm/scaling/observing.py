@@ -82,8 +82,8 @@ class PoolObserver:
         is_complete = True
         for one in there:
             row = answers.get(one.record.name)
-            said = row.counts.figures if row is not None and row.counts is not None else {}
-            if "requests" in said:
+            said = None if row is None or row.counts is None else row.counts.figures
+            if said is not None and "requests" in said:
                 figures[one.record.name] = said
             elif not one.record.draining:
                 logger.debug("%s does not say how its engine is", one.record.name)

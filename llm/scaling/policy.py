@@ -205,7 +205,7 @@ class _Patience:
 
 @dataclass(slots=True)
 class _Asked:
-    """What a pool was asked to have, and what came of it.
+    """The number of instances that a pool was asked to have, and what came of it.
 
     Attributes:
         count: instances.
@@ -248,7 +248,7 @@ class PoolPolicy:
         self._seen_at: float | None = None
         self._queued_since: float | None = None
         self._idle_since: float | None = None
-        self._asked = _Asked(first_seen, now, first_seen)
+        self._asked = _Asked(first_seen, now, reached=first_seen)
         # (time, instances that were enough); what is before the oldest is not known.
         self._enough: deque[tuple[float, int]] = deque()
         self._known_since = now

@@ -205,17 +205,19 @@ def _by_hand(
             continue
         if any(each.starting or each.ready != each.target.desired for each in before):
             continue
-        seen = next((n for n, each in enumerate(after) if each.ready == fault.count), None)
+        seen = next((n for n, each in enumerate(after) if each.ready == fault.instances), None)
         asked = before[-1].target.desired
-        if seen is None or fault.count == asked:
+        if seen is None or fault.instances == asked:
             continue
-        if any((each.target.desired, each.set_to) != (asked, fault.count) for each in after[:seen]):
+        if any(
+            (each.target.desired, each.set_to) != (asked, fault.instances) for each in after[:seen]
+        ):
             continue
         until = after[seen].time + config.hold
         problems += [
             f"{each.time}: {each.target} after {fault}"
             for each in after[seen:]
-            if each.time < until and each.set_to != fault.count
+            if each.time < until and each.set_to != fault.instances
         ]
     return problems
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
 
 import anyio
 import pytest
+from tests.conditions import eventually
 
 from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.runtime import Actor, ActorInstance
@@ -87,15 +89,6 @@ async def shown(kit: TestKit) -> TargetsShown:
     return await kit.client(InKit).targets()
 
 
-async def until(
-    condition: Callable[[], Awaitable[bool]], what: str, seconds: float = 300.0
-) -> None:
-    with anyio.move_on_after(seconds) as scope:
-        while not await condition():
-            await anyio.sleep(0.5)
-    assert not scope.cancelled_caught, what
-
-
 async def tokens(kit: TestKit, count: int) -> int:
     """The number of tokens that came of a stream."""
     request = GenerateRequest(list(range(2000)), count)
@@ -118,12 +111,12 @@ def test_instances_come_with_the_load_go_after_it_and_no_stream_ends_early() -> 
                 async def is_larger() -> bool:
                     return len(orchestrator.instances) > 1
 
-                await until(is_larger, "the pool grows")
+                await eventually(is_larger, what="the pool grows")
 
             async def is_small() -> bool:
                 return len(orchestrator.instances) == 1
 
-            await until(is_small, "the pool shrinks")
+            await eventually(is_small, what="the pool shrinks")
             return orchestrator.asked, [each.result() for each in streams], long.result()
 
     asked, lengths, longest = run(story())
@@ -139,7 +132,7 @@ def test_a_request_that_is_held_brings_the_first_instance() -> None:
         async with TestKit() as kit:
             orchestrator = Orchestrator(kit)
             scaler = await start(kit, orchestrator)
-            await until(lambda: _is_elected(kit), "it decides")
+            await eventually(partial(_is_elected, kit), what="it decides")
             held = scaler.actor.runtime.bus.held
 
             with held.hold("mine", [ComponentName.parse(POOL)]):
@@ -147,7 +140,7 @@ def test_a_request_that_is_held_brings_the_first_instance() -> None:
                 async def is_there() -> bool:
                     return len(orchestrator.instances) == 1
 
-                await until(is_there, "an instance comes")
+                await eventually(is_there, what="an instance comes")
             return orchestrator.asked
 
     assert run(story())[0] == 1
@@ -167,14 +160,14 @@ def test_what_was_not_done_is_asked_for_again_and_shown() -> None:
             async def is_tried_again() -> bool:
                 return len(orchestrator.asked) > 2
 
-            await until(is_tried_again, "it asks again")
+            await eventually(is_tried_again, what="it asks again")
             before = await shown(kit)
             orchestrator.refuses = False
 
             async def is_there() -> bool:
                 return bool(orchestrator.instances)
 
-            await until(is_there, "an instance comes")
+            await eventually(is_there, what="an instance comes")
             return before, await shown(kit)
 
     before, after = run(story())
@@ -190,7 +183,7 @@ def test_of_two_one_decides_and_the_other_takes_its_place() -> None:
         async with TestKit() as kit:
             orchestrator = Orchestrator(kit)
             first = await start(kit, orchestrator, "1:3")
-            await until(lambda: _is_elected(kit), "the first decides")
+            await eventually(partial(_is_elected, kit), what="the first decides")
             second = await start(kit, orchestrator, "1:3")
             assert isinstance(second.actor, InKit)
             waiting = await second.actor.targets()
@@ -201,7 +194,7 @@ def test_of_two_one_decides_and_the_other_takes_its_place() -> None:
                 assert isinstance(second.actor, InKit)
                 return (await second.actor.targets()).elected
 
-            await until(has_second, "the second decides")
+            await eventually(has_second, what="the second decides")
             return len(waiting.pools), waiting.elected
 
     assert run(story()) == (0, False)
@@ -214,7 +207,7 @@ def test_an_instance_that_does_not_say_how_it_is_freezes_its_pool() -> None:
             await orchestrator.set(ComponentName.parse(POOL), PoolTarget(1, ""))
             await kit.start(Silent)
             await start(kit, orchestrator, "0:3")
-            await until(lambda: _is_elected(kit), "it decides")
+            await eventually(partial(_is_elected, kit), what="it decides")
             await anyio.sleep(120.0)
             return await shown(kit)
 
@@ -249,7 +242,7 @@ def test_a_pool_is_written_on_one_line(text: str, name: str, pool: PoolConfig) -
         ({"pools": ["llm.E=0:1"], "webhook_secret": __file__}, "webhook_secret is for webhook"),
     ],
 )
-def test_an_autoscaler_that_cannot_be_is_refused(options: dict[str, object], reason: str) -> None:
+def test_an_autoscaler_that_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
     async def story() -> None:
         async with TestKit() as kit:
             await kit.start(Autoscaler, **options)

@@ -78,7 +78,7 @@ def test_the_need_is_the_least_that_keeps_the_objectives_that_can_be_kept(
 
     assert 0 <= needed.instances <= 64
     assert (needed.instances == 0) == (demand.rate == 0.0)
-    if 1 < needed.instances and not needed.out_of_reach:
+    if needed.instances > 1 and not needed.out_of_reach:
         fewer = predict(kind, profile, demand, needed.instances - 1)
         context = fewer.running * demand.context_tokens
         assert (

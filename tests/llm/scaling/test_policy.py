@@ -1,4 +1,4 @@
-"""How many instances a pool is to have, and the faults of Dynamo's planner that it must not have."""
+"""How many instances a pool is to have, and the faults that Dynamo's planner had."""
 
 from __future__ import annotations
 
