@@ -19,7 +19,8 @@ from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.mock.worker import MockWorker
 from dynbus.llm.scaling.autoscaler import Autoscaler, TargetsShown, parse_pool
 from dynbus.llm.scaling.hands import Hands
-from dynbus.llm.scaling.observation import PoolTarget
+from dynbus.llm.scaling.observation import PoolLoad, PoolState, PoolTarget
+from dynbus.llm.scaling.observing import PoolSurvey
 from dynbus.llm.scaling.policy import PoolConfig
 from dynbus.testing import TestKit, run
 
@@ -249,3 +250,31 @@ def test_an_autoscaler_that_cannot_be_is_refused(options: dict[str, Any], reason
 
     with pytest.raises(ConfigError, match=reason):
         run(story())
+
+
+def test_engines_tell_how_many_requests_they_had_and_how_long_these_took() -> None:
+    async def story() -> tuple[PoolState, PoolState]:
+        async with TestKit() as kit:
+            await kit.start(MockWorker, speedup_ratio=0.1)
+            survey = PoolSurvey(await kit.runtime(), [ComponentName.parse(POOL)])
+            await survey.begin()
+            before = await survey.observe()
+            await asyncio.gather(*(tokens(kit, 50) for _ in range(3)))
+            # Engines look at themselves twice a second.
+            await anyio.sleep(1.0)
+            after = await survey.observe()
+            return before.pools[POOL], after.pools[POOL]
+
+    before, after = run(story())
+
+    assert before == PoolState(1, load=PoolLoad(capacity_tokens=64 * 16_384, slots=256))
+    load = after.load
+    assert load is not None
+    assert (load.arrivals, load.firsts, load.ended, load.running) == (3, 3, 3, 0)
+    assert load.output_tokens == 150
+    # Their prompts are the same, of which blocks are cached.
+    assert 2000 <= load.prompt_tokens <= 6000
+    # A step of decoding takes 57.4 ms, and prompts of 2000 tokens half a second.
+    assert load.itl == pytest.approx(0.0574, rel=0.3)
+    assert load.ttft is not None
+    assert 0.4 < load.ttft < 2.0
