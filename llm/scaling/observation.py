@@ -49,11 +49,13 @@ class PoolState(msgspec.Struct, frozen=True):
         ready: instances that serve, and take requests.
         draining: instances that finish what they have.
         load: None where any part of it is missing.
+        missing: who does not tell it, for people.
     """
 
     ready: int
     draining: int = 0
     load: PoolLoad | None = None
+    missing: str = ""
 
 
 class Observation(msgspec.Struct, frozen=True):

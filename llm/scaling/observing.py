@@ -7,7 +7,6 @@ the requests that they hold until a pool has an instance.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -38,8 +37,6 @@ SUMS: Final = (
 """The figures of an engine that only grow."""
 
 _Figures = Mapping[str, float]
-
-logger = logging.getLogger(__name__)
 
 
 class PoolObserver:
@@ -79,19 +76,18 @@ class PoolObserver:
         ready = [one for one in there if not one.record.draining]
         draining = len(there) - len(ready)
         figures: dict[InstanceName, _Figures] = {}
-        is_complete = True
+        missing: list[str] = []
         for one in there:
             row = answers.get(one.record.name)
             said = None if row is None or row.counts is None else row.counts.figures
             if said is not None and "requests" in said:
                 figures[one.record.name] = said
             elif not one.record.draining:
-                logger.debug("%s does not say how its engine is", one.record.name)
-                is_complete = False
-        if not is_complete:
+                missing.append(one.id)
+        if missing:
             # What came meanwhile is not known: the next observation begins anew.
             self._has_seen.discard(pool)
-            return PoolState(len(ready), draining)
+            return PoolState(len(ready), draining, missing=", ".join(missing))
         load = self._load(pool, figures, held)
         for name in [name for name in self._before if name[:2] == pool and name not in figures]:
             del self._before[name]

@@ -233,7 +233,6 @@ class PoolPolicy:
         first_seen: the ready instances at the first observation; they are taken over.
 
     Attributes:
-        asked: the number of instances that was last asked for.
         floor: the instances below which open streams would suffer, of those that are ready.
     """
 
@@ -257,6 +256,7 @@ class PoolPolicy:
 
     @property
     def asked(self) -> int:
+        """The number of instances that was last asked for."""
         return self._asked.count
 
     @property
@@ -272,7 +272,8 @@ class PoolPolicy:
         if load is None:
             self._seen_at = None
             self._asked.since = now
-            return PoolTarget(self._asked.count, "frozen: a metric is missing")
+            by = f" of {state.missing}" if state.missing else ""
+            return PoolTarget(self._asked.count, f"frozen: a metric is missing{by}")
         if self._seen_at is None:
             # Nothing is known of the time before.
             self._known_since = now
@@ -385,9 +386,10 @@ class PoolPolicy:
             # However long the memory of a demand is: none takes no instance.
             up, least = Need(0), 0
         # Nothing at all is no reason to wait for longer than is said.
-        self._idle_since = (
-            None if is_asked else (now if self._idle_since is None else self._idle_since)
-        )
+        if is_asked:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
         is_idle = self._idle_since is not None and now - self._idle_since >= config.down_after
         patience = config.down_after if is_idle else self._patience.seconds
         self._enough.append((now, least))

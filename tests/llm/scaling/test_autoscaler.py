@@ -206,7 +206,7 @@ def test_an_instance_that_does_not_say_how_it_is_freezes_its_pool() -> None:
         async with TestKit() as kit:
             orchestrator = Orchestrator(kit)
             await orchestrator.set(ComponentName.parse(POOL), PoolTarget(1, ""))
-            await kit.start(Silent)
+            await kit.start(Silent, instance_id="silent")
             await start(kit, orchestrator, "0:3")
             await eventually(partial(_is_elected, kit), what="it decides")
             await anyio.sleep(120.0)
@@ -214,7 +214,7 @@ def test_an_instance_that_does_not_say_how_it_is_freezes_its_pool() -> None:
 
     (pool,) = run(story()).pools
 
-    assert (pool.desired, pool.reason) == (2, "frozen: a metric is missing")
+    assert (pool.desired, pool.reason) == (2, "frozen: a metric is missing of silent")
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_without_the_answer_of_one_nothing_is_known_of_the_pool() -> None:
     there = [instance("a"), instance("b")]
     observe(observer, there, report("a", FIGURES), report("b", FIGURES))
 
-    assert observe(observer, there, report("a", FIGURES)) == PoolState(2)
+    assert observe(observer, there, report("a", FIGURES)) == PoolState(2, missing="b")
     # What came meanwhile is left out: of which time it is is not known.
     after = observe(observer, there, report("a", changed(requests=50)), report("b", FIGURES))
     assert after.load is not None
@@ -123,7 +123,7 @@ def test_without_the_answer_of_one_nothing_is_known_of_the_pool() -> None:
 def test_an_answer_that_has_no_figures_of_an_engine_is_none() -> None:
     state = observe(PoolObserver([POOL]), [instance("a")], report("a", {}))
 
-    assert state == PoolState(1)
+    assert state == PoolState(1, missing="a")
 
 
 def test_a_drain_that_does_not_answer_is_nothing_to_wait_for() -> None:
