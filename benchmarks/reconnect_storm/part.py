@@ -15,7 +15,8 @@ import msgspec
 from dynbus import Actor, DynbusError, Runtime, handler, with_options
 from dynbus.bus.lane import new_event_loop
 
-AT_A_TIME = 10
+AT_A_TIME = 50
+"""Runtimes of the fleet that start at a time: the processors are those of all of them."""
 TIMEOUT = 15.0
 HUNG = 5.0
 """Seconds after its timeout at which a call that has not ended counts as hung."""
@@ -60,7 +61,7 @@ def fork(processes: int) -> int:
     return 0
 
 
-async def serve(url: str, count: int, together: int) -> None:
+async def serve(url: str, count: int, together: int, at_a_time: int) -> None:
     """Serve with so many instances, of which so many together have the connections of a runtime."""
     async with AsyncExitStack() as runtimes:
 
@@ -70,8 +71,8 @@ async def serve(url: str, count: int, together: int) -> None:
                 await runtime.start(Echo)
 
         shares = [min(together, count - begun) for begun in range(0, count, together)]
-        for begun in range(0, len(shares), AT_A_TIME):
-            await asyncio.gather(*map(start, shares[begun : begun + AT_A_TIME]))
+        for begun in range(0, len(shares), at_a_time):
+            await asyncio.gather(*map(start, shares[begun : begun + at_a_time]))
         _say_ready()
         await asyncio.Event().wait()
 
@@ -124,6 +125,7 @@ if __name__ == "__main__":
         share = instances // processes + (number < instances % processes)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         if role == "serve":
-            runner.run(serve(url, share, int(numbers[1])))
+            at_a_time = max(1, AT_A_TIME // processes)
+            runner.run(serve(url, share, int(numbers[1]), at_a_time))
         else:
             runner.run(call(url, int(numbers[0]), float(numbers[1]), int(numbers[2])))
