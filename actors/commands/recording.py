@@ -157,17 +157,18 @@ def show(file: Path, request: str | None, as_json: bool) -> None:
             continue
         at = datetime.fromtimestamp(happened.time, UTC).isoformat(timespec="milliseconds")
         row = {
+            **happened.details,
             "time": at.replace("+00:00", "Z"),
             "what": happened.what,
             "who": happened.who,
             **({"request": happened.request} if happened.request else {}),
-            **happened.details,
         }
         if as_json:
             click.echo(msgspec.json.encode(row))
             continue
         head = " ".join(str(row.pop(name)) for name in ("time", "what", "who"))
-        click.echo(terminal.plain(" ".join([head, *(f"{k}={v}" for k, v in row.items())])))
+        rest = (f"{name}={_value(value)}" for name, value in row.items())
+        click.echo(terminal.printable(" ".join([head, *rest])))
 
 
 @record.command(epilog=exit_codes.GENERAL)
@@ -220,16 +221,24 @@ def _happened(entries: Iterable[Entry]) -> list[_Happened]:
     lines: list[_Happened] = []
     for entry in entries:
         missing = entry.missing
+        happened: _Happened | None = None
         if entry.kind == EVENT:
             try:
-                lines.append(_Happened(entry.time, *_fields(decode_event(entry.body))))
+                happened = _Happened(entry.time, *_fields(decode_event(entry.body)))
             except msgspec.DecodeError:
                 missing += 1
         if missing:
-            lines.append(
-                _Happened(entry.time, "records.missing", entry.recorder, "", {"count": missing})
-            )
+            count = {"count": missing}
+            lines.append(_Happened(entry.time, "records.missing", entry.recorder, "", count))
+        if happened is not None:
+            lines.append(happened)
     return sorted(lines, key=lambda line: line.time)
+
+
+def _value(value: object) -> str:
+    """A value of a detail; in quotes where it would be taken for several."""
+    text = str(value)
+    return repr(text) if " " in text or "=" in text else text
 
 
 def _fields(event: Event) -> tuple[str, str, str, Mapping[str, Any]]:
@@ -238,7 +247,7 @@ def _fields(event: Event) -> tuple[str, str, str, Mapping[str, Any]]:
 
 async def _read(server: Server, namespace: str, first: float, last: float) -> list[bytes]:
     from dynbus.bus.errors import ConfigError
-    from dynbus.bus.flight import flight_stream
+    from dynbus.bus.flight import decode_message, flight_stream, flight_subject
     from dynbus.bus.records.reading import read_until
     from dynbus.bus.transport import NoStream, StoredMessage
 
@@ -247,7 +256,10 @@ async def _read(server: Server, namespace: str, first: float, last: float) -> li
     def take(message: StoredMessage) -> bool:
         if message.time > last:
             return True
-        if message.time >= first:
+        # One that speaks for another recorder than its subject is forged.
+        known = decode_message(message.data)
+        is_own = known is not None and message.subject == flight_subject(namespace, known.recorder)
+        if message.time >= first and is_own:
             messages.append(message.data)
         return False
 
@@ -330,7 +342,7 @@ def replay(
     else:
         for part in parts:
             for line in part.lines():
-                click.echo(terminal.plain(line))
+                click.echo(terminal.printable(line))
     if not changed and not all(part.is_as_recorded for part in parts):
         ctx.exit(exit_codes.FAILURE)
 

@@ -274,8 +274,6 @@ class Supervisor:
         async with self._changing:
             await self._forget_ended(address)
             children = self.instances(address)
-            if len(children) != count:
-                self._happened("node.scaled", address, before=len(children), count=count)
             if len(children) < count:
                 added = await self._more(self.nodes[address], count - len(children))
                 tell(f"{address}: {_counted(len(added), 'start')}")
@@ -283,6 +281,8 @@ class Supervisor:
             if surplus := children[count:]:
                 tell(f"{address}: {_counted(len(surplus), 'drain')}")
                 await self._part_with(surplus, overlap)
+            if len(children) != count:
+                self._happened("node.scaled", address, before=len(children), count=count)
 
     async def restart(
         self,
@@ -307,7 +307,6 @@ class Supervisor:
         async with self._changing:
             node, old = self.nodes[address], self.instances(address)
             count = len(old) if count is None else count
-            self._happened("node.restarted", address, before=len(old), count=count)
             surplus = old[count:]
             for number, former in enumerate(old[:count], 1):
                 progress = f"{number} of {min(count, len(old))}"
@@ -315,6 +314,7 @@ class Supervisor:
             for _ in range(count - len(old)):
                 await self._add(await self._more(node, 1))
             await self._part_with(surplus, overlap)
+            self._happened("node.restarted", address, before=len(old), count=count)
 
     def use(
         self,
@@ -557,7 +557,7 @@ class Supervisor:
             try:
                 code = await child.run(self.forks, partial(self._start, child))
                 why = exit_text(code) + child.memory_note(code)
-                if code is not None:
+                if code is not None and not self._is_over(child):
                     self._happened("process.ended", child.label, code=code)
             except OSError as error:
                 why = f"its process could not be started: {error}"

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import tempfile
 import urllib.request
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from time import perf_counter
@@ -152,6 +154,8 @@ class Part:
         process = await asyncio.create_subprocess_exec(
             *("nice", "-n", str(NICENESS), sys.executable, "-m", PROGRAM, *map(str, arguments)),
             stdout=asyncio.subprocess.PIPE,
+            # Of its own, for those that are forked from it.
+            process_group=0,
         )
         part = cls(process)
         stack.push_async_callback(part._end)
@@ -172,9 +176,8 @@ class Part:
         return line
 
     async def _end(self) -> None:
-        if self._process.returncode is None:
-            for one in self.processes:
-                one.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
 
 

@@ -3,7 +3,7 @@
 from .events import EVENT, Event, FlightEvents, decode_event, digest_of_request
 from .flight_file import FlightFile, FlightHead, read_flight, write_flight
 from .recorder import FlightRecorder
-from .records import Entry, flight_stream, flight_subject
+from .records import Entry, decode_message, flight_stream, flight_subject
 
 __all__ = [
     "EVENT",
@@ -14,6 +14,7 @@ __all__ = [
     "FlightHead",
     "FlightRecorder",
     "decode_event",
+    "decode_message",
     "digest_of_request",
     "flight_stream",
     "flight_subject",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from hashlib import blake2b
@@ -10,8 +11,11 @@ from typing import Final, TypeAlias
 import msgspec
 
 from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import DynbusError
 
 from .recorder import FlightRecorder
+
+logger = logging.getLogger(__name__)
 
 Value: TypeAlias = str | int | float | bool
 
@@ -77,13 +81,19 @@ class FlightEvents:
             return
         recorder = self._recorders.get(namespace)
         if recorder is None:
-            recorder = self._recorders[namespace] = self._make(namespace)
+            try:
+                recorder = self._recorders[namespace] = self._make(namespace)
+            except DynbusError as error:
+                # The process comes to its end, which is nothing that whoever notes it has to know.
+                logger.debug("%s of %s is not recorded: %s", what, who, error)
+                return
         request = digest_of_request(request_id) if request_id else ""
         recorder.note(Event(what, who, request, details), monotonic())
 
     def digest(self, name: str) -> str:
         """A name by which nobody finds what it was, the same as long as this process lives."""
-        return blake2b(name.encode(), digest_size=8, key=self._key).hexdigest()
+        data = name.encode("utf-8", "surrogatepass")
+        return blake2b(data, digest_size=8, key=self._key).hexdigest()
 
     def close(self) -> None:
         """Send what is gathered."""

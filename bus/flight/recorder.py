@@ -79,7 +79,7 @@ class FlightRecorder:
             self._timer = self._loop.call_later(INTERVAL, self._send)
 
     def close(self) -> None:
-        """Send what is gathered."""
+        """Send what is gathered, also where it is not known yet that there is a stream."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -98,15 +98,17 @@ class FlightRecorder:
     def _send_some(self) -> None:
         """Send the first records, or lose all where there is no way."""
         connection = self._connection
-        if not self._is_on or not connection.is_connected or connection.backlog > MOST_BACKLOG:
+        is_off = self._is_on is False
+        if is_off or not connection.is_connected or connection.backlog > MOST_BACKLOG:
             self._lose()
             return
         some, self._records = self._records[:PER_MESSAGE], self._records[PER_MESSAGE:]
-        data = encode_records(self.id, self._first, unix_time() - monotonic(), some)
+        first = self._first
         self._first += len(some)
         try:
+            data = encode_records(self.id, first, unix_time() - monotonic(), some)
             connection.publish(self._subject, data)
-        except DynbusError as error:
+        except (DynbusError, UnicodeEncodeError) as error:
             self.lost += len(some)
             logger.debug("%r: %s", self, error)
 

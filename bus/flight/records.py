@@ -19,6 +19,9 @@ VERSION: Final = 1
 MAX_AGE: Final = 24 * 3600.0
 MAX_BYTES: Final = 256 * 1024**2
 
+LATEST: Final = 253_402_300_800.0
+"""Unix seconds of the year 10,000: no record is of then."""
+
 Record: TypeAlias = msgspec.Struct
 
 
@@ -114,20 +117,23 @@ def entries_of(messages: Iterable[FlightMessage]) -> Iterator[Entry]:
     not missing: it was not asked for.
     """
     following: dict[str, int] = {}
+    unread: dict[str, int] = {}
     for message in messages:
         recorder, first = message.recorder, message.first
         expected = following.get(recorder, first)
-        if first < expected:
+        if first < expected or not message.records:
             continue
-        missing = first - expected
+        missing = first - expected + unread.pop(recorder, 0)
         for number, (at, body) in enumerate(message.records, first):
-            kind = _kind_of(body)
-            if not kind:
+            kind, unix = _kind_of(body), at + message.unix
+            if not kind or not 0.0 <= unix < LATEST:
                 missing += 1
                 continue
-            yield Entry(recorder, number, missing, at + message.unix, at, kind, body)
+            yield Entry(recorder, number, missing, unix, at, kind, body)
             missing = 0
         following[recorder] = first + len(message.records)
+        if missing:
+            unread[recorder] = missing
 
 
 def _kind_of(body: msgspec.Raw) -> str:

@@ -63,7 +63,9 @@ class Grant(NamedTuple):
     def of_recording(cls, namespace: str) -> Grant:
         """The grant to record in the flight of a namespace."""
         stream = flight_stream(namespace)
-        return cls(f"records the flight of {namespace}", (*stream.subjects, *stream.to_look_up))
+        # No more than to see that it is there: operators read it.
+        info = f"$JS.API.STREAM.INFO.{stream.name}"
+        return cls(f"records the flight of {namespace}", (*stream.subjects, info))
 
     def may_publish(self, subject: str) -> bool:
         """True if it allows to publish to a subject."""

@@ -187,7 +187,8 @@ class Split(Generic[L]):
     ) -> None:
         self.is_over = False
         self._groups = [*map(tuple, first), *map(tuple, second)]
-        self._apart = set(itertools.chain.from_iterable(second))
+        # In an order that is the same in every run.
+        self._apart = dict.fromkeys(itertools.chain.from_iterable(second))
         for group in second:
             for link in group:
                 stop_reading(link)
@@ -206,14 +207,17 @@ class Split(Generic[L]):
         """Have a link go to the other server, with its group."""
         for one in next((group for group in self._groups if link in group), (link,)):
             one.lose()
-            self._apart ^= {one}
+            if one in self._apart:
+                del self._apart[one]
+            else:
+                self._apart[one] = None
             asyncio.get_running_loop().call_later(LEAVING_SECONDS, one.restore)
 
     def heal(self) -> None:
         """End it; more calls change nothing. What was at the second server breaks, and is back at
         once."""
         self.is_over = True
-        for link in [one for group in self._groups for one in group if one in self._apart]:
-            self._apart.discard(link)
+        apart, self._apart = self._apart, {}
+        for link in apart:
             link.lose()
             link.restore()

@@ -24,6 +24,7 @@ from dynbus.kvrouter.routing import tape
 from dynbus.kvrouter.routing.active_load import RankLoad
 from dynbus.kvrouter.routing.config import RouterConfig, RouterSettings, configured
 from dynbus.kvrouter.routing.decision import Decision
+from dynbus.kvrouter.routing.policies import COST_FUNCTIONS
 from dynbus.kvrouter.routing.profiles import InstanceProfile
 from dynbus.kvrouter.routing.queue import SchedulingRequest, Ticket
 from dynbus.kvrouter.routing.requests import Constraints
@@ -39,7 +40,7 @@ MOST_PROMPTS: Final = 4096
 """Prompts of which it is remembered what the index said."""
 
 BEFORE: Final = "what happened before the recording is not known"
-NO_POLICY: Final = "the policy on record has no name by which it could be loaded"
+NO_POLICY: Final = "the policy on record is none of dynbus's own: name one by --set policy="
 UNKNOWN: Final = "it refers to records that are missing"
 WAITS: Final = "waits"
 
@@ -126,10 +127,12 @@ class RouterState(NamedTuple):
     """A router as its tape has it so far.
 
     Attributes:
+        time: of its last record, in Unix seconds: what it has not recorded since is not known.
         loads: of each rank that requests were offered last.
     """
 
     target: str
+    time: float
     statistics: SchedulerStatistics
     loads: dict[Rank, RankLoad]
 
@@ -181,7 +184,12 @@ class Replay:
             self._tapes[entry.recorder] = reader
         elif entry.missing:
             reader.lose()
-        reader.take(record, entry)
+        try:
+            reader.take(record, entry)
+        except ValueError:
+            # A later version has it otherwise, or it is damaged.
+            outcome.missing += 1
+            reader.lose()
 
 
 _RECORDS: Final = msgspec.msgpack.Decoder(
@@ -331,6 +339,10 @@ class _TapeReader:
         self._load: SharedLoad | None = None
         self._profiles: dict[int, InstanceProfile] = {}
         self._offered: dict[int, list[InstanceProfile]] = {}
+        # What was offered last before the tape began anew.
+        self._latest: list[InstanceProfile] = []
+        # Of the last record, in Unix seconds.
+        self._time = 0.0
         self._prompts = tape.TapedPrompts()
         # The number that a decision has now, by that on record.
         self._numbers: dict[int, int] = {}
@@ -339,8 +351,8 @@ class _TapeReader:
         # Of requests that wait on record: the digests of their ids.
         self._requests: dict[int, int] = {}
         # With other settings, by serials: what wait now, by the numbers of their decisions on
-        # record; and what wait on record, and are decided now.
-        self._behind: dict[int, int] = {}
+        # record and the digests of their ids; and what wait on record, and are decided now.
+        self._behind: dict[int, tuple[int, int]] = {}
         self._early: dict[int, Decision | DynbusError] = {}
 
     @property
@@ -349,15 +361,16 @@ class _TapeReader:
         scheduler, load = self._scheduler, self._load
         if scheduler is None or load is None:
             return None
-        latest = next(reversed(self._offered.values()), [])
+        latest = next(reversed(self._offered.values()), self._latest)
         loads = {rank: load.of(rank) for profile in latest for rank in profile.ranks}
-        return RouterState(self._target, scheduler.statistics(), loads)
+        return RouterState(self._target, self._time, scheduler.statistics(), loads)
 
     def lose(self) -> None:
         """Records are missing: the scheduler no longer knows what the one on record knew."""
         self._scheduler = None
 
     def take(self, record: Any, entry: TapeEntry) -> None:
+        self._time = entry.time
         if isinstance(record, tape.Began):
             self._begin(record, entry)
             return
@@ -386,7 +399,7 @@ class _TapeReader:
             case tape.Ended():
                 number = self._numbers.pop(record.number, 0)
                 scheduler.ended(number, now, record.error)
-                for serial in [of for of, one in self._behind.items() if one == record.number]:
+                for serial in [of for of, one in self._behind.items() if one[0] == record.number]:
                     self._withdraw(scheduler, serial, now)
             case tape.Reused():
                 scheduler.note_reused(self._number(record.number), record.tokens, now)
@@ -412,6 +425,8 @@ class _TapeReader:
             self._release_now(scheduler, now)
 
     def _begin(self, began: tape.Began, entry: TapeEntry) -> None:
+        if self._offered:
+            self._latest = next(reversed(self._offered.values()))
         self._profiles.clear()
         self._offered.clear()
         self._prompts.clear()
@@ -425,12 +440,13 @@ class _TapeReader:
         self._behind.clear()
         self._early.clear()
         self._warm_at = -math.inf if began.is_new else entry.at + WARM_AFTER
-        self._is_loadable = bool(began.policy) or "policy" in self._settings
+        # A file may come from anywhere: it names no code that is run here.
+        self._is_loadable = began.policy in COST_FUNCTIONS or "policy" in self._settings
         if not self._is_loadable:
             self._scheduler = None
             return
         config = RouterConfig(
-            policy=began.policy or "kv",
+            policy=began.policy if began.policy in COST_FUNCTIONS else "kv",
             temperature=began.temperature,
             queue_threshold=began.queue_threshold,
             queue_limit=began.queue_limit,
@@ -451,7 +467,7 @@ class _TapeReader:
     def _use_policy(self, scheduler: KvScheduler, policy: str) -> None:
         if "policy" in self._settings:
             return
-        if not policy:
+        if policy not in COST_FUNCTIONS:
             self._is_loadable = False
             self._scheduler = None
             return
@@ -548,7 +564,9 @@ class _TapeReader:
             if serial not in self._behind:
                 self._early[serial] = made
             elif isinstance(made, Decision):
-                self._count(made, self._behind.pop(serial))
+                recorded, request = self._behind.pop(serial)
+                self._explain(request, made, self._time)
+                self._count(made, recorded)
 
     def _withdraw(self, scheduler: _ReplayedScheduler, serial: int, now: float) -> None:
         """Nobody wants a request any longer, on record."""
@@ -561,6 +579,11 @@ class _TapeReader:
         made = self._early.pop(serial, None)
         if isinstance(made, Decision):
             scheduler.ended(made.number, now, "Cancelled")
+
+    def _explain(self, request: int, made: Decision, at: float) -> None:
+        """Keep a decision if it is of the request that is asked for."""
+        if request == self._asked_for:
+            self._explained.append(Explained(at, self._target, made))
 
     def _count(self, made: Decision, recorded: int) -> None:
         """Count a decision, which has the number `recorded` on record; 0 for none."""
@@ -582,13 +605,12 @@ class _TapeReader:
         recorded = refused or (_place(chosen) if chosen else WAITS)
         if isinstance(made, Decision):
             now = _placed(made)
-            if request == self._asked_for:
-                self._explained.append(Explained(entry.time, self._target, made))
+            self._explain(request, made, entry.time)
             self._count(made, chosen.number if chosen else 0)
         elif isinstance(made, Ticket):
             now = WAITS
             if chosen is not None:
-                self._behind[serial] = chosen.number
+                self._behind[serial] = chosen.number, request
         else:
             now = made.code
         if chosen is not None:

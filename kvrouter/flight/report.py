@@ -75,6 +75,7 @@ class RoutingReplay:
             "routers": [
                 {
                     "target": state.target,
+                    "time": state.time,
                     **asdict(state.statistics),
                     "ranks": [
                         rank._asdict() | load._asdict() for rank, load in state.loads.items()
@@ -93,9 +94,10 @@ class RoutingReplay:
         for state in self._replay.states:
             counts = state.statistics
             click.echo(
-                terminal.plain(
+                terminal.printable(
                     f"router to {state.target}: {counts.decisions} decisions, {counts.running} "
-                    f"requests run, {counts.waiting} wait, {counts.refused} were refused"
+                    f"requests run, {counts.waiting} wait, {counts.refused} were refused; its last "
+                    f"record is of {utc_text(state.time)}"
                 )
             )
             terminal.print_table(
@@ -116,11 +118,10 @@ class RoutingReplay:
     def print_request(self) -> None:
         """Print what was decided for the request, with all that could have got it."""
         for each in self._replay.explained:
-            at = datetime.fromtimestamp(each.time, UTC).isoformat(timespec="milliseconds")
-            by = f"a router to {each.target}, at {at.replace('+00:00', 'Z')}"
+            by = f"a router to {each.target}, at {utc_text(each.time)}"
             print_decision(self._decision(each), by)
         if not self._replay.explained:
-            click.echo(terminal.plain(f"no router has decided for {self._request} on record"))
+            click.echo(terminal.printable(f"no router has decided for {self._request} on record"))
 
     def _decision(self, each: Explained) -> dict[str, Any]:
         # The id on record is a digest.
@@ -150,6 +151,12 @@ class RoutingReplay:
             before, after = outcome.recorded_placed[place], outcome.placed[place]
             lines.append(f"{place}: {before} on record, {after} now")
         return lines
+
+
+def utc_text(unix: float) -> str:
+    """A time for people."""
+    at = datetime.fromtimestamp(unix, UTC).isoformat(timespec="milliseconds")
+    return at.replace("+00:00", "Z")
 
 
 def read_settings(texts: Mapping[str, str]) -> RouterSettings:

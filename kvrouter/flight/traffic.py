@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from dynbus import ConfigError
 from dynbus.kvrouter.routing import tape
+from dynbus.kvrouter.routing.cost import RequestShape
 
 from .replay import UNKNOWN, TapeEntry, read_record
 
 EVENT: Final = "event"
-"""The kind of what happened to a request, in which a front end says how long its output was."""
+ENDED: Final = "request.ended"
+"""The event in which a front end says how long the output of a request was."""
 
 _event: Final = msgspec.msgpack.Decoder(tuple[str, str, str, str, dict[str, Any]])
 
@@ -30,17 +34,15 @@ class _Request:
 
     Attributes:
         time: Unix seconds of its arrival.
-        digest: of its id.
-        blocks: sequence hashes of its complete blocks.
-        grown: tokens of its output, where a router counts them.
+        blocks: sequence hashes of its complete blocks; shape [blocks].
+        output: tokens, where somebody has counted them; 0 otherwise.
     """
 
     time: float
-    digest: int
     prompt_tokens: int
     block_size: int
-    blocks: list[int]
-    grown: int = 0
+    blocks: NDArray[np.uint64]
+    output: int = 0
 
 
 class RecordedTraffic:
@@ -53,7 +55,10 @@ class RecordedTraffic:
     def __init__(self, target: str = "") -> None:
         self._target = target
         self._requests: dict[str, list[_Request]] = {}
-        self._outputs: dict[int, int] = {}
+        # By the digest of their id, which clients may give again: requests, and when such a one
+        # ended at a front end, with the tokens of all of its outputs.
+        self._by_id: dict[int, list[_Request]] = {}
+        self._ended: dict[int, list[tuple[float, int]]] = {}
         self._tapes: dict[str, _Tape] = {}
         self.left_out: Counter[str] = Counter()
 
@@ -81,7 +86,7 @@ class RecordedTraffic:
         elif isinstance(record, tape.Grown):
             request = reader.running.get(record.number)
             if request is not None:
-                request.grown = record.tokens
+                request.output = max(request.output, record.tokens)
         elif isinstance(record, tape.Ended):
             reader.running.pop(record.number, None)
 
@@ -91,12 +96,14 @@ class RecordedTraffic:
         Raises:
             ConfigError: there is no request, or requests to several components, and none was named.
         """
+        self._match_outputs()
         requests = sorted(self._of_target(), key=lambda each: each.time)
         first = requests[0].time
         numbers: dict[int, int] = {}
         fresh = 0
         for each in requests:
-            ids = [numbers.setdefault(one, len(numbers) + fresh) for one in each.blocks]
+            hashes: list[int] = each.blocks.tolist()
+            ids = [numbers.setdefault(one, len(numbers) + fresh) for one in hashes]
             if each.prompt_tokens > len(ids) * each.block_size:
                 # The rest of a prompt is on no record: no other has it.
                 ids.append(len(numbers) + fresh)
@@ -104,14 +111,14 @@ class RecordedTraffic:
             line = {
                 "timestamp": round((each.time - first) * 1000, 3),
                 "input_length": each.prompt_tokens,
-                "output_length": max(1, self._outputs.get(each.digest, each.grown)),
+                "output_length": max(1, each.output),
                 "hash_ids": ids,
                 "block_size": each.block_size,
             }
             yield msgspec.json.encode(line).decode()
 
     def _of_target(self) -> list[_Request]:
-        known = sorted(self._requests)
+        known = sorted(target for target, requests in self._requests.items() if requests)
         if not known:
             raise ConfigError("no router has recorded any request that can be read")
         target = self._target or known[0]
@@ -124,28 +131,59 @@ class RecordedTraffic:
         if shape is None or not reader.target:
             self.left_out[UNKNOWN] += 1
             return
+        known = self._by_id.setdefault(record.request, [])
         if record.attempt > 1:
             # The same request goes on, or is tried again.
+            request = known[-1] if known else None
+        else:
+            request = self._request(reader.target, shape, entry.time)
+            if request is not None:
+                known.append(request)
+        if request is None:
             return
-        request = _Request(
-            entry.time, record.request, shape.prompt_tokens, shape.block_size, shape.sequence_hashes
-        )
-        self._requests.setdefault(reader.target, []).append(request)
         if record.chosen is not None:
             reader.running[record.chosen.number] = request
         elif not record.refused:
             reader.waiting[record.serial] = request
 
+    def _request(self, target: str, shape: RequestShape, at: float) -> _Request | None:
+        """A request, as a line of the trace; None for one that it cannot have."""
+        others = self._requests.setdefault(target, [])
+        if shape.prompt_tokens < 1:
+            self.left_out["its prompt is empty"] += 1
+            return None
+        if others and others[0].block_size != shape.block_size:
+            self.left_out[f"its blocks have not {others[0].block_size} tokens"] += 1
+            return None
+        hashes = np.array(shape.sequence_hashes, dtype=np.uint64)
+        request = _Request(at, shape.prompt_tokens, shape.block_size, hashes)
+        others.append(request)
+        return request
+
     def _note_output(self, entry: TapeEntry) -> None:
+        """Keep what a front end says of the outputs of a request."""
         try:
-            _, _, _, request, details = _event.decode(entry.body)
+            _, what, _, request, details = _event.decode(entry.body)
             digest = int(request, 16) if request else None
         except (msgspec.DecodeError, ValueError):
             # A later version may have it otherwise.
             return
         tokens = details.get("completion_tokens")
-        if digest is not None and isinstance(tokens, int):
-            self._outputs[digest] = tokens
+        if what != ENDED or digest is None or not isinstance(tokens, int):
+            return
+        self._ended.setdefault(digest, []).append((entry.time, tokens))
+
+    def _match_outputs(self) -> None:
+        """Have the output of a front end's request be that of the prompts which it had."""
+        for digest, ended in self._ended.items():
+            requests = sorted(self._by_id.get(digest, ()), key=lambda each: each.time)
+            for at, tokens in sorted(ended):
+                had = [each for each in requests if each.time <= at] or requests[:1]
+                for place, each in enumerate(had):
+                    # One that its router has counted is known better.
+                    each.output = each.output or (tokens + place) // len(had)
+                requests = requests[len(had) :]
+        self._ended.clear()
 
 
 class _Tape:

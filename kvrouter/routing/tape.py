@@ -477,6 +477,9 @@ class TapedPrompts:
             record.priority,
             metadata,
         )
+        if len(self._known) > 2 * MOST_MARKS:
+            # No tape refers to so many.
+            self._known.clear()
         hashes = shape.sequence_hashes
         for place in range(record.known + MARK_EVERY, len(hashes) + 1, MARK_EVERY):
             self._known[hashes[place - 1]] = blocks, place

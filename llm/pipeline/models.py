@@ -340,11 +340,13 @@ class Models:
         """Have a request that has ended in the flight of its model's namespace, of several the
         first; what is not known as a model is in none."""
         flight = self._runtime.bus.flight
-        namespace = min(
-            (one.card.endpoint_name.namespace for one in self._named(model)), default=""
-        )
-        if flight is None or not namespace:
+        cards = [one.card for one in self._named(model)]
+        if flight is None or not cards:
             return
+        namespace = min(card.endpoint_name.namespace for card in cards)
+        if any(card.lora_name for card in cards):
+            # An adapter may be named after whom it is for.
+            details["model"] = flight.digest(model)
         if tenant:
             details["tenant"] = flight.digest(tenant)
         flight.note(namespace, "request.ended", path, request_id, **details)

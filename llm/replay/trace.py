@@ -24,6 +24,7 @@ from dynbus.kvrouter import block_hashes
 
 TRACE_BLOCK: Final = 512
 """Tokens of a block in a trace that does not say otherwise."""
+MOST_BLOCK: Final = 65_536
 
 
 class InvalidTrace(ConfigError):
@@ -170,8 +171,8 @@ def _check(record: _Record, where: str) -> None:
             f"{where}: input_length = {record.input_length} and output_length = "
             f"{record.output_length} must both be 1 at least"
         )
-    if not 1 <= record.block_size <= TRACE_BLOCK:
-        raise InvalidTrace(f"{where}: block_size = {record.block_size} is not 1 to {TRACE_BLOCK}")
+    if not 1 <= record.block_size <= MOST_BLOCK:
+        raise InvalidTrace(f"{where}: block_size = {record.block_size} is not 1 to {MOST_BLOCK}")
     wanted = -(-record.input_length // record.block_size)
     if len(record.hash_ids) != wanted:
         raise InvalidTrace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.flight import FlightHead, read_flight, write_flight
 from dynbus.bus.flight.flight_file import MAGIC
-from dynbus.bus.flight.records import encode_records
+from dynbus.bus.flight.records import FlightMessage, encode_records, entries_of
 
 HEAD = FlightHead("demo", 1.0, 2.0, "0.1.0")
 
@@ -81,3 +82,25 @@ def test_a_file_of_a_later_version_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"of version 9, made by dynbus 9\.0, and this one"):
         read_flight(path)
+
+
+@pytest.mark.parametrize("unix", [math.nan, math.inf, -5.0, 1e18])
+def test_what_has_no_time_is_missing(unix: float) -> None:
+    good = FlightMessage(
+        1, "r", 0, 1000.0, [(1.0, msgspec.Raw(msgspec.msgpack.encode(["test.a"])))]
+    )
+    bad = FlightMessage(1, "r", 1, unix, good.records)
+    last = FlightMessage(1, "r", 2, 1000.0, good.records)
+
+    assert [(one.number, one.missing) for one in entries_of([good, bad, last])] == [(0, 0), (2, 1)]
+
+
+def test_a_message_without_records_hides_none_that_follow() -> None:
+    records = [(1.0, msgspec.Raw(msgspec.msgpack.encode(["test.a"])))]
+    messages = [
+        FlightMessage(1, "r", 0, 1000.0, records),
+        FlightMessage(1, "r", 2**62, 1000.0, []),
+        FlightMessage(1, "r", 1, 1000.0, records),
+    ]
+
+    assert [one.number for one in entries_of(messages)] == [0, 1]

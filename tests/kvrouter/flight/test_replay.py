@@ -4,6 +4,7 @@ not."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 import msgspec
@@ -21,7 +22,7 @@ from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.queue import SchedulingRequest, Ticket
 from dynbus.kvrouter.routing.requests import Constraints
 from dynbus.kvrouter.routing.shared_load import SharedLoad
-from dynbus.kvrouter.routing.tape import TapedLoad, TapedScheduler
+from dynbus.kvrouter.routing.tape import Elsewhere, TapedLoad, TapedScheduler
 
 Records = list[tuple[float, msgspec.Struct]]
 BUSY = RouterConfig(queue_threshold=0.5, queue_limit=8, session_ttl=5.0, prediction_ttl=0.5)
@@ -272,3 +273,29 @@ def test_no_name_of_a_user_and_no_prompt_is_on_a_tape() -> None:
 
     for word in (b"tenant-", b"request-", b"far-east", b"quickest", b"session-"):
         assert word not in data
+
+
+def test_a_file_names_no_code_that_is_run(tmp_path: Path) -> None:
+    mark = tmp_path / "it-ran"
+    policy = f"subprocess:call(args='touch {mark}', shell=True)"
+    fleet = Fleet(1, RouterConfig())
+    records = [
+        (at, msgspec.structs.replace(one, policy=policy) if hasattr(one, "policy") else one)
+        for at, one in fleet.run(50)
+    ]
+
+    outcome = replayed(told(records))
+
+    assert not mark.exists()
+    assert set(outcome.left_out) == {NO_POLICY}
+
+
+def test_a_record_that_is_damaged_is_missing() -> None:
+    fleet = Fleet(2, RouterConfig())
+    records = fleet.run(50)
+    damaged: Records = [(records[-1][0], Elsewhere("a", 0, b"short"))]
+
+    outcome = replayed(told([*records, *damaged]))
+
+    assert outcome.missing == 1
+    assert outcome.decisions

@@ -65,6 +65,42 @@ def test_a_trace_has_what_was_asked_and_what_came_of_it() -> None:
     assert len(set(long) | set(other)) == 24
 
 
+def test_the_output_of_a_request_is_shared_by_its_prompts_and_not_by_others_of_its_id() -> None:
+    records, scheduler = tape()
+    for at in (1.0, 1.0, 5.0):
+        scheduler.submit(request("same", [profile("a")], now=at), at)
+    ended = [
+        (at, Event("request.ended", "/v1", digest_of_request("same"), {"completion_tokens": count}))
+        for at, count in ((2.0, 21), (6.0, 4))
+    ]
+
+    # A front end may send before its router does.
+    trace = trace_of([*ended, *records])
+
+    assert [one["output_length"] for one in trace] == [10, 11, 4]
+
+
+def test_what_a_trace_cannot_have_is_left_out() -> None:
+    records, scheduler = tape()
+    small, empty = request("a", [profile("a")]), request("b", [profile("a")])
+    empty.shape.prompt_tokens = 0
+    scheduler.submit(small, 1.0)
+    scheduler.submit(empty, 2.0)
+    records[-1] = 2.0, msgspec.structs.replace(records[-1][1], prompt_tokens=0)
+    other = msgspec.structs.replace(records[-1][1], prompt_tokens=64, block_size=32)
+    traffic = RecordedTraffic()
+    message = decode_message(encode_records("one", 0, 0.0, [*records, (3.0, other)]))
+    assert message is not None
+    for entry in entries_of([message]):
+        traffic.take(entry)
+
+    assert len(list(traffic.lines())) == 1
+    assert traffic.left_out == {
+        "its prompt is empty": 1,
+        f"its blocks have not {BLOCK} tokens": 1,
+    }
+
+
 def test_requests_whose_prompts_are_not_known_are_left_out() -> None:
     records, scheduler = tape()
     for at in (1.0, 2.0):

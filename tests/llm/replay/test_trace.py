@@ -92,7 +92,7 @@ def test_only_the_first_requests_are_read_when_asked(path: Path) -> None:
         ("nonsense\n", "line 2 is no request: "),
         (line(timestamp="now"), r"line 2 is no request: .*\$\.timestamp"),
         (line(input_length=0, hash_ids=[]), "line 2: input_length = 0"),
-        (line(block_size=0), "line 2: block_size = 0 is not 1 to 512"),
+        (line(block_size=0), "line 2: block_size = 0 is not 1 to 65536"),
         (
             line(input_length=32, block_size=16),
             "line 2: block_size = 16, and the lines above have 512",
