@@ -119,13 +119,14 @@ async def instances_of(runtime: Runtime) -> list[object]:
 
 if __name__ == "__main__":
     role, url, *numbers = sys.argv[1:]
+    share = at_a_time = 0
     if role == "serve":
         instances, processes = int(numbers[0]), int(numbers[2])
         number = fork(processes)
         share = instances // processes + (number < instances % processes)
+        at_a_time = max(1, AT_A_TIME // processes)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         if role == "serve":
-            at_a_time = max(1, AT_A_TIME // processes)
             runner.run(serve(url, share, int(numbers[1]), at_a_time))
         else:
             runner.run(call(url, int(numbers[0]), float(numbers[1]), int(numbers[2])))

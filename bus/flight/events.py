@@ -84,7 +84,7 @@ class FlightEvents:
             try:
                 recorder = self._recorders[namespace] = self._make(namespace)
             except DynbusError as error:
-                # The process comes to its end, which is nothing that whoever notes it has to know.
+                # The process comes to its end, which its callers need not know.
                 logger.debug("%s of %s is not recorded: %s", what, who, error)
                 return
         request = digest_of_request(request_id) if request_id else ""
