@@ -92,8 +92,10 @@ def test_a_user_in_a_role_has_what_it_needs_in_its_namespaces(folder: Path) -> N
         "finds instances",
         "calls all of shop",
         "hears cancels in shop",
+        "records the flight of shop",
         "calls all of blue",
         "hears cancels in blue",
+        "records the flight of blue",
     ]
 
 
@@ -107,6 +109,7 @@ def test_a_client_calls_the_actors_of_a_run_and_submits_their_jobs(folder: Path)
         "finds instances",
         "calls shop.Front",
         "hears cancels in shop",
+        "records the flight of shop",
         "calls shop.Printer",
         "submits jobs of shop.Printer.print",
     ]
