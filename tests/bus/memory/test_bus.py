@@ -458,6 +458,19 @@ async def test_a_group_leaves_its_server_together() -> None:
     assert heard.data == ["2", "2"]
 
 
+async def test_a_connection_that_leaves_while_a_bus_is_split_is_whole_afterwards() -> None:
+    bus = MemoryBus()
+    bus.is_cluster = True
+    one, two = await pair(bus)
+    with bus.split([[one]], [[two]]):
+        # In no group: it is made only now.
+        late = await bus.connect()
+        late.leave_server("nobody is heard")
+        assert bus.is_apart(late)
+
+    assert not bus.is_apart(late)
+
+
 async def test_a_bus_of_one_server_is_not_split() -> None:
     bus = MemoryBus()
     one, two = await pair(bus)
