@@ -287,9 +287,9 @@ class Bus:
     def _begin_flight(self) -> FlightEvents | None:
         if not self.config.flight:
             return None
-        from .flight import FlightEvents, FlightRecorder
+        from .flight import FlightEvents
 
-        return FlightEvents(partial(FlightRecorder, self.data, self.background))
+        return FlightEvents(self.data, self.background)
 
     def count_instances(self, count: int) -> None:
         """Note how many instances there are; callable from any thread."""

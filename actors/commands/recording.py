@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import click
 
@@ -145,23 +145,20 @@ def show(file: Path, request: str | None, as_json: bool) -> None:
     again or moved to another instance, and requests of front ends that have ended. With --json
     there is one object in each line.
     """
-    from datetime import UTC, datetime
-
     import msgspec
 
     from dynbus.bus.flight import digest_of_request, read_flight
 
     wanted = None if request is None else digest_of_request(request)
-    for happened in _happened(read_flight(file).entries):
-        if wanted is not None and happened.request != wanted:
+    for at, event in _events(read_flight(file).entries):
+        if wanted is not None and event.request != wanted:
             continue
-        at = datetime.fromtimestamp(happened.time, UTC).isoformat(timespec="milliseconds")
         row = {
-            **happened.details,
-            "time": at.replace("+00:00", "Z"),
-            "what": happened.what,
-            "who": happened.who,
-            **({"request": happened.request} if happened.request else {}),
+            **event.details,
+            "time": terminal.utc_time(at),
+            "what": event.what,
+            "who": event.who,
+            **({"request": event.request} if event.request else {}),
         }
         if as_json:
             click.echo(msgspec.json.encode(row))
@@ -198,51 +195,33 @@ def trace(file: Path, target: str) -> None:
         terminal.notice(f"{count} requests are left out: {why}")
 
 
-class _Happened(NamedTuple):
-    """One line of a flight.
-
-    Attributes:
-        time: Unix seconds.
-    """
-
-    time: float
-    what: str
-    who: str
-    request: str = ""
-    details: Mapping[str, Any] = {}
-
-
-def _happened(entries: Iterable[Entry]) -> list[_Happened]:
-    """All events, and the gaps in what was recorded, in the order of time."""
+def _events(entries: Iterable[Entry]) -> list[tuple[float, Event]]:
+    """All events, and the gaps in what was recorded, each with its Unix seconds, in their order."""
     import msgspec
 
-    from dynbus.bus.flight import EVENT, decode_event
+    from dynbus.bus.flight import EVENT, Event, decode_event
 
-    lines: list[_Happened] = []
+    events: list[tuple[float, Event]] = []
     for entry in entries:
         missing = entry.missing
-        happened: _Happened | None = None
+        event: Event | None = None
         if entry.kind == EVENT:
             try:
-                happened = _Happened(entry.time, *_fields(decode_event(entry.body)))
+                event = decode_event(entry.body)
             except msgspec.DecodeError:
                 missing += 1
         if missing:
-            count = {"count": missing}
-            lines.append(_Happened(entry.time, "records.missing", entry.recorder, "", count))
-        if happened is not None:
-            lines.append(happened)
-    return sorted(lines, key=lambda line: line.time)
+            gap = Event("records.missing", entry.recorder, "", {"count": missing})
+            events.append((entry.time, gap))
+        if event is not None:
+            events.append((entry.time, event))
+    return sorted(events, key=lambda each: each[0])
 
 
 def _value(value: object) -> str:
     """A value of a detail; in quotes where it would be taken for several."""
     text = str(value)
     return repr(text) if " " in text or "=" in text else text
-
-
-def _fields(event: Event) -> tuple[str, str, str, Mapping[str, Any]]:
-    return event.what, event.who, event.request, event.details
 
 
 async def _read(server: Server, namespace: str, first: float, last: float) -> list[bytes]:

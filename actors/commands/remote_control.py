@@ -12,7 +12,6 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from functools import partial
 from typing import Final, Literal
 
 import anyio
@@ -193,10 +192,9 @@ class RemoteControl:
         if self._follow is None or not server.config.flight:
             yield
             return
-        from dynbus.bus.flight import FlightEvents, FlightRecorder
+        from dynbus.bus.flight import FlightEvents
 
-        connection = server.connection
-        flight = FlightEvents(partial(FlightRecorder, connection, connection.background))
+        flight = FlightEvents(server.connection, server.connection.background)
 
         def note(what: str, who: str, details: Mapping[str, int]) -> None:
             flight.note(who.partition(".")[0], what, who, **details)

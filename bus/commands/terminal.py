@@ -240,6 +240,13 @@ class Terminal:
 
         return redact_url(text)
 
+    def utc_time(self, unix: float) -> str:
+        """A time by UTC, to a millisecond: `2027-01-31T07:00:00.000Z`."""
+        from datetime import UTC, datetime
+
+        at = datetime.fromtimestamp(unix, UTC).isoformat(timespec="milliseconds")
+        return at.replace("+00:00", "Z")
+
     def duration(self, seconds: float) -> str:
         """A length of time in its two largest units: `3d 4h`, `12m 5s`, `0s`."""
         left = max(0, int(seconds))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
 from hashlib import blake2b
 from typing import Final, TypeAlias
 
 import msgspec
 
+from dynbus.bus.background import Background
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
+from dynbus.bus.transport import Connection
 
 from .recorder import FlightRecorder
 
@@ -58,14 +59,15 @@ def digest_of_request(request_id: str) -> str:
 
 
 class FlightEvents:
-    """Records the events of a process. Belongs to the main loop.
+    """Records the events of a process. Belongs to the running loop.
 
     Args:
-        recorder: makes one for a namespace.
+        connection, background: of a recorder for each namespace.
     """
 
-    def __init__(self, recorder: Callable[[str], FlightRecorder]) -> None:
-        self._make = recorder
+    def __init__(self, connection: Connection, background: Background) -> None:
+        self._connection = connection
+        self._background = background
         self._recorders: dict[str, FlightRecorder] = {}
         self._key = secrets.token_bytes(16)
         self._is_over = False
@@ -82,11 +84,12 @@ class FlightEvents:
         recorder = self._recorders.get(namespace)
         if recorder is None:
             try:
-                recorder = self._recorders[namespace] = self._make(namespace)
+                recorder = FlightRecorder(self._connection, self._background, namespace)
             except DynbusError as error:
                 # The process comes to its end, which its callers need not know.
                 logger.debug("%s of %s is not recorded: %s", what, who, error)
                 return
+            self._recorders[namespace] = recorder
         request = digest_of_request(request_id) if request_id else ""
         recorder.note(Event(what, who, request, details), monotonic())
 

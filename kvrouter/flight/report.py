@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any, Final, cast, get_type_hints
 
 import click
@@ -97,7 +96,7 @@ class RoutingReplay:
                 terminal.printable(
                     f"router to {state.target}: {counts.decisions} decisions, {counts.running} "
                     f"requests run, {counts.waiting} wait, {counts.refused} were refused; its last "
-                    f"record is of {utc_text(state.time)}"
+                    f"record is of {terminal.utc_time(state.time)}"
                 )
             )
             terminal.print_table(
@@ -118,7 +117,7 @@ class RoutingReplay:
     def print_request(self) -> None:
         """Print what was decided for the request, with all that could have got it."""
         for each in self._replay.explained:
-            by = f"a router to {each.target}, at {utc_text(each.time)}"
+            by = f"a router to {each.target}, at {terminal.utc_time(each.time)}"
             print_decision(self._decision(each), by)
         if not self._replay.explained:
             click.echo(terminal.printable(f"no router has decided for {self._request} on record"))
@@ -151,12 +150,6 @@ class RoutingReplay:
             before, after = outcome.recorded_placed[place], outcome.placed[place]
             lines.append(f"{place}: {before} on record, {after} now")
         return lines
-
-
-def utc_text(unix: float) -> str:
-    """A time for people."""
-    at = datetime.fromtimestamp(unix, UTC).isoformat(timespec="milliseconds")
-    return at.replace("+00:00", "Z")
 
 
 def read_settings(texts: Mapping[str, str]) -> RouterSettings:
