@@ -30,7 +30,7 @@ from .telemetry.recent_log import recent_log
 from .transport import Connection, ConnectionState, Message, PublishOptions, publish_headers
 
 if TYPE_CHECKING:
-    from .flight import FlightEvents, FlightRecorder
+    from .flight import FlightEvents, FlightRecorder, Sampling
     from .telemetry.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class Bus:
             lane, replies.client_id, config.reply_prefixes, self.to_main, self.drop
         )
         self.background = Background("the bus", self.fail)
+        self._sampling: Sampling | None = None
         self.flight = self._begin_flight()
         self.questions = Questions(data, replies, self.background, self.bounce_handlers)
         self.failure: BaseException | None = None
@@ -282,14 +283,22 @@ class Bus:
             return None
         from .flight import FlightRecorder
 
-        return FlightRecorder(self.data, self.background, namespace)
+        return FlightRecorder(self.data, self.background, namespace, self._sampled())
 
     def _begin_flight(self) -> FlightEvents | None:
         if not self.config.flight:
             return None
         from .flight import FlightEvents
 
-        return FlightEvents(self.data, self.background)
+        return FlightEvents(self.data, self.background, self._sampled())
+
+    def _sampled(self) -> Sampling:
+        """The share of requests that all recorders of this process keep."""
+        from .flight import Sampling
+
+        if self._sampling is None:
+            self._sampling = Sampling(self.config.flight_records)
+        return self._sampling
 
     def count_instances(self, count: int) -> None:
         """Note how many instances there are; callable from any thread."""

@@ -110,6 +110,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         debug: send a handler's traceback to its caller.
         flight: record what happens, and what is decided and why, without prompts, in the stream
             `DYNBUS_FLIGHT_{namespace}`, of which `dynbus record` saves files.
+        flight_records: records a second of a process beyond which a share of the requests alone is
+            recorded; what else happens always is.
         schema_check: what a typed client does about an instance of another version of its class:
             `warn` of it in the log, or `off` for nothing.
         routing: how clients choose an instance that are given no `routing` of their own.
@@ -142,6 +144,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     embedded_open: bool = False
     debug: bool = False
     flight: bool = False
+    flight_records: int = 2000
     schema_check: str = SCHEMA_CHECKS[0]
     routing: str = ROUTINGS[0]
     spill: str = "never"
@@ -343,6 +346,8 @@ def _problem(name: str, value: Any) -> str:
         return f"the server's granularity needs 2 or more, and at most {MAX_SECONDS:g}"
     if name == "replicas" and not 1 <= value <= MAX_SERVERS:
         return f"it must be 1 to {MAX_SERVERS}, which is what JetStream takes"
+    if name == "flight_records" and value < 1:
+        return "it must be 1 or more"
     if name == "drain_grace" and not 0 <= value <= MAX_SECONDS:
         return f"it must be 0 to {MAX_SECONDS:g} seconds"
     if name == "schema_check" and value not in SCHEMA_CHECKS:

@@ -7,6 +7,7 @@ of each peer after the other, and what exceeds the bounds is dropped by its read
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -34,7 +35,16 @@ class Inbox(Generic[T]):
         to_main: has a function called on the main loop soon, from any thread.
     """
 
-    __slots__ = ("_carry_out", "_cost", "_costs", "_lock", "_queues", "_scheduled", "_to_main")
+    __slots__ = (
+        "_carry_out",
+        "_cost",
+        "_costs",
+        "_emptied",
+        "_lock",
+        "_queues",
+        "_scheduled",
+        "_to_main",
+    )
 
     def __init__(
         self, carry_out: Callable[[T], None], to_main: Callable[[Callable[[], None]], None]
@@ -47,6 +57,7 @@ class Inbox(Generic[T]):
         self._costs: dict[str, int] = {}
         self._cost = 0
         self._scheduled = False
+        self._emptied: asyncio.Event | None = None
 
     def __repr__(self) -> str:
         return f"<Inbox [{len(self._queues)} peers, cost: {self._cost}]>"
@@ -71,6 +82,14 @@ class Inbox(Generic[T]):
         if is_first:
             self._to_main(self._turn)
         return True
+
+    async def carried_out(self) -> None:
+        """Wait, on the main loop, until all that was said has been carried out."""
+        with self._lock:
+            if not self._queues:
+                return
+            emptied = self._emptied = self._emptied or asyncio.Event()
+        await emptied.wait()
 
     def _turn(self) -> None:
         left = TURN_COST
@@ -102,3 +121,6 @@ class Inbox(Generic[T]):
             self._scheduled = bool(self._queues)
         if self._scheduled:
             self._to_main(self._turn)
+        elif self._emptied is not None:
+            self._emptied.set()
+            self._emptied = None

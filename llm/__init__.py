@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from .models.origins import ModelUnavailable
     from .models.register import register_adapter, register_llm
     from .models.source import LocalModel
-    from .openai.typed import Chat, Completion, EmbeddedTexts, Message
+    from .openai.typed import Chat, Completion, Message
+    from .pipeline.model_router import ModelRouter
     from .pipeline.processor import Processor
     from .proxy.worker import OpenAiWorker
     from .served_model import ServedModel, ServedModelOptions
@@ -74,7 +75,6 @@ __all__ = [
     "DisaggregatedWorker",
     "EmbedRequest",
     "Embedded",
-    "EmbeddedTexts",
     "EmbeddingModel",
     "Engine",
     "EngineLimits",
@@ -96,6 +96,7 @@ __all__ = [
     "ModelClient",
     "ModelEngine",
     "ModelInput",
+    "ModelRouter",
     "ModelStream",
     "ModelType",
     "ModelUnavailable",
@@ -141,7 +142,6 @@ if not TYPE_CHECKING:
             "openai.typed": (
                 "Chat",
                 "Completion",
-                "EmbeddedTexts",
                 "Message",
             ),
             "disaggregated.roles": (
@@ -191,6 +191,7 @@ if not TYPE_CHECKING:
             "models.catalog": ("Catalog",),
             "models.origins": ("ModelUnavailable",),
             "models.register": ("register_adapter", "register_llm"),
+            "pipeline.model_router": ("ModelRouter",),
             "pipeline.processor": ("Processor",),
             "proxy.worker": ("OpenAiWorker",),
             "served_model": ("ServedModel", "ServedModelOptions"),

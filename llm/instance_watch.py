@@ -40,6 +40,7 @@ class InstanceWatch(Openable):
         self._source = f"{what} of {self._about}"
         self._name = name
         self._status = bus.status
+        self._flight = bus.flight
         self._labels = (("dynbus.namespace", namespace), ("dynbus.component", component))
         metrics = bus.telemetry.metrics if bus.telemetry is not None else None
         self._readings = {} if metrics is None else readings(metrics)
@@ -81,6 +82,12 @@ class InstanceWatch(Openable):
         self._status.put(self._source, self._about, {key: text})
         if figures is not None:
             self._status.put_figures(self._source, str(instance or self._name), figures)
+
+    def record(self, what: str, request_id: str = "", /, **details: str | int) -> None:
+        """Have in the flight what has happened to the instance."""
+        if self._flight is not None:
+            name = self._name
+            self._flight.note(name.namespace, what, str(name), request_id, **details)
 
     def put(self, reading: str, value: float) -> None:
         """The value of a metric."""

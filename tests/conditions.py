@@ -16,7 +16,10 @@ PATIENCE = 60.0
 
 
 async def eventually(
-    condition: Callable[[], Any | Awaitable[Any]], within: float = PATIENCE, *, what: str = ""
+    condition: Callable[[], Any | Awaitable[Any]],
+    within: float = PATIENCE,
+    *,
+    what: Callable[[], str] | str = "",
 ) -> float:
     """Wait until `condition()` is true; returns the seconds that it took, by a `Stopwatch`.
 

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from dynbus.bus.flight import EVENT, decode_event, flight_stream
-from dynbus.bus.flight.events import Event
-from dynbus.bus.flight.records import decode_message, entries_of
+from dynbus.bus.flight.records import Event, decode_message, entries_of
 from dynbus.bus.memory.bus import MemoryBus
+
+
+class ListedRecords:
+    """A recorder that keeps its records.
+
+    Attributes:
+        one_in: requests of which one is recorded, a power of two.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[tuple[float, msgspec.Struct]] = []
+        self.one_in = 1
+
+    def note(self, record: msgspec.Struct, at: float) -> None:
+        self.records.append((at, record))
+
+    def share(self, digest: int) -> int:
+        return 0 if digest & (self.one_in - 1) else self.one_in
 
 
 async def events_on(bus: MemoryBus, namespace: str) -> list[Event]:

@@ -30,8 +30,13 @@ LAB: Final = (
     "dynbus.kvrouter.commands.kv_arguments",
     "dynbus.kvrouter.commands.kv_reports",
     "dynbus.kvrouter.stream.history",
+    "dynbus.llm.commands.plan",
+    "dynbus.llm.commands.planning",
+    "dynbus.llm.commands.profiling",
     "dynbus.llm.commands.replay",
     "dynbus.llm.commands.replaying",
+    "dynbus.llm.planning",
+    "dynbus.llm.profiling",
     "dynbus.llm.replay",
 )
 """What the other parts never import."""
@@ -49,7 +54,11 @@ LAB_TESTS: Final = (
     "tests/actors/test_monitoring.py",
     "tests/kvrouter/commands/test_kv.py",
     "tests/kvrouter/stream/test_history.py",
+    "tests/llm/commands/test_plan.py",
+    "tests/llm/commands/test_profile.py",
     "tests/llm/commands/test_replay.py",
+    "tests/llm/planning",
+    "tests/llm/profiling",
     "tests/llm/replay",
 )
 

@@ -389,7 +389,7 @@ def test_every_command_of_the_documents_takes_what_it_is_given(
         while "=" in words[0]:
             words.pop(0)
         for word in words:
-            if re.fullmatch(r"[\w-]+\.(txt|pem|jsonl|yaml)", word):
+            if re.fullmatch(r"[\w-]+\.(txt|pem|jsonl?|yaml|flight)", word):
                 Path(word).touch()
 
         assert words.pop(0) in ("dynbus", ".venv/bin/dynbus")

@@ -442,7 +442,7 @@ class JobQueue:
             # A copy would come behind others of its key.
             await self.queue.hand_out(state.token)
         else:
-            await self.queue.wake(queued, name)
+            await self.queue.wake(queued, name, state.waits)
 
 
 class BusJob(JobHandle[T]):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import click
 
@@ -15,13 +16,19 @@ from dynbus.bus.commands.terminal import terminal
 
 if TYPE_CHECKING:
     from dynbus.bus.commands.server import Server
-    from dynbus.bus.flight import Entry, Event
+    from dynbus.bus.flight import Entry, Event, SampledTimes
 
 ENTRY_POINTS: Final = "dynbus.replay"
 """The group of classes, `ReplayPart`s, each of which runs a part of a flight again."""
+FLEETS: Final = "dynbus.fleets"
+"""The group of the class, a `FleetSimulator`, that has such a trace on a simulated fleet."""
 TRAFFIC: Final = "dynbus.traffic"
 """The group of the class, a `TrafficReader`, that has requests of a flight as a trace."""
 READ_SECONDS: Final = 600.0
+MOST_ADDED: Final = 100_000
+LATEST_EVENT: Final = 60.0
+"""Seconds for which an event may be recorded later than others of its time: recorders send four
+times a second, and clocks of hosts differ by less."""
 
 
 class ReplayPart(Protocol):
@@ -45,6 +52,10 @@ class ReplayPart(Protocol):
         """True if all came out as on record, or is explained."""
         ...
 
+    def load(self) -> Mapping[str, float]:
+        """The load of each place, as the last record has left it."""
+        ...
+
     def to_json(self) -> Mapping[str, Any]:
         """The outcome as plain values."""
         ...
@@ -53,12 +64,87 @@ class ReplayPart(Protocol):
         """The outcome for people."""
         ...
 
+    def bars(self) -> Iterable[tuple[str, float, str]]:
+        """A plot of what was done on record, and is done now: see `Terminal.print_bars`."""
+        ...
+
     def print_state(self) -> None:
         """Print the state that the last record has led to."""
         ...
 
     def print_request(self) -> None:
         """Print what was decided for the request that is asked for."""
+        ...
+
+
+class FleetOnRecord(Protocol):
+    """The instances that requests of a flight could go to.
+
+    Attributes:
+        target: `namespace.component`.
+        began: Unix seconds of the first request.
+        block_size: tokens of a block.
+        blocks, max_batched_tokens: of an instance; None where it did not say.
+        policy: of its router; empty where it has no name.
+        offered: the instances, and Unix seconds from which on these were offered.
+    """
+
+    @property
+    def target(self) -> str: ...
+    @property
+    def began(self) -> float: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def blocks(self) -> int | None: ...
+    @property
+    def max_batched_tokens(self) -> int | None: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def offered(self) -> Sequence[tuple[float, Sequence[str]]]: ...
+
+
+class FleetChanges(NamedTuple):
+    """The ways in which a simulated fleet is another one than that on record.
+
+    Attributes:
+        added: instances more than on record, at all times.
+        kills: instances, and the Unix seconds at which each dies; another is started for it.
+        scales: components, and Unix seconds from which on these have so many instances, whatever
+            was on record.
+        policy: of the router; empty for that on record.
+        cold_start: seconds until an instance serves that is started.
+    """
+
+    added: int
+    kills: Sequence[tuple[str, float]]
+    scales: Sequence[tuple[str, float, int]]
+    policy: str
+    cold_start: float
+
+
+class FleetSimulator(Protocol):
+    """The requests of a flight on a simulated fleet, as it was on record and as it might have been.
+
+    It is made with the requests, a line for each as `TrafficReader` has them, the fleet, the
+    changes, and a file of `dynbus profile` with the times of its engines; None for others.
+    """
+
+    def __init__(
+        self,
+        lines: Iterable[str],
+        fleet: FleetOnRecord,
+        changes: FleetChanges,
+        profile: Path | None,
+    ) -> None: ...
+
+    def to_json(self) -> Any:
+        """The figures of both sides as plain values."""
+        ...
+
+    def print_sides(self, plot: Path | None) -> None:
+        """Print the figures of both sides, and plot them, in a terminal or as SVG."""
         ...
 
 
@@ -79,6 +165,10 @@ class TrafficReader(Protocol):
 
     def lines(self) -> Iterator[str]:
         """The trace, a line for each request."""
+        ...
+
+    def fleet(self) -> FleetOnRecord:
+        """The instances that the requests could go to."""
         ...
 
 
@@ -141,16 +231,16 @@ def save(
 def show(file: Path, request: str | None, as_json: bool) -> None:
     """Print what happened in FILE, in the order of time.
 
-    That is: instances that were ready, drained, stopped, broken or lost, calls that were tried
-    again or moved to another instance, and requests of front ends that have ended. With --json
-    there is one object in each line.
+    That is: instances that were ready, drained, stopped, broken or lost, calls that waited, were
+    refused, tried again or moved to another instance, hand-overs of blocks and damaged ones, and
+    requests of front ends that were held or have ended. With --json there is one object in each
+    line.
     """
-    import msgspec
+    from dynbus.bus.flight import SampledTimes, digest_of_request, read_flight
 
-    from dynbus.bus.flight import digest_of_request, read_flight
-
+    sampled = SampledTimes()
     wanted = None if request is None else digest_of_request(request)
-    for at, event in _events(read_flight(file).entries):
+    for at, event in events_of(_watched(read_flight(file).entries, sampled)):
         if wanted is not None and event.request != wanted:
             continue
         row = {
@@ -161,11 +251,12 @@ def show(file: Path, request: str | None, as_json: bool) -> None:
             **({"request": event.request} if event.request else {}),
         }
         if as_json:
-            click.echo(msgspec.json.encode(row))
+            terminal.print_json(row, indent=0)
             continue
         head = " ".join(str(row.pop(name)) for name in ("time", "what", "who"))
         rest = (f"{name}={_value(value)}" for name, value in row.items())
         click.echo(terminal.printable(" ".join([head, *rest])))
+    _tell_sampled(sampled)
 
 
 @record.command(epilog=exit_codes.GENERAL)
@@ -180,28 +271,87 @@ def trace(file: Path, target: str) -> None:
     dynbus record trace incident.flight > trace.jsonl
     dynbus lab replay trace.jsonl --instances 12 --policy kv,dynamo --plot ttft.svg
     """
-    from dynbus.bus.errors import ConfigError
-    from dynbus.bus.flight import read_flight
-
-    known = list(metadata.entry_points(group=TRAFFIC))
-    if not known:
-        raise ConfigError("nothing is installed here that reads the requests of routers")
-    reader: TrafficReader = known[0].load()(target)
-    for entry in read_flight(file).entries:
-        reader.take(entry)
+    reader, sampled = _read_traffic(file, target)
     for line in reader.lines():
         click.echo(line)
+    _tell_left_out(reader, sampled)
+
+
+def _read_traffic(file: Path, target: str) -> tuple[TrafficReader, SampledTimes]:
+    from dynbus.bus.flight import SampledTimes, read_flight
+
+    sampled = SampledTimes()
+    reader: TrafficReader = _installed(TRAFFIC, "reads the requests of routers")(target)
+    for entry in _watched(read_flight(file).entries, sampled):
+        reader.take(entry)
+    return reader, sampled
+
+
+def _tell_left_out(reader: TrafficReader, sampled: SampledTimes) -> None:
     for why, count in reader.left_out.items():
         terminal.notice(f"{count} requests are left out: {why}")
+    _tell_sampled(sampled)
 
 
-def _events(entries: Iterable[Entry]) -> list[tuple[float, Event]]:
-    """All events, and the gaps in what was recorded, each with its Unix seconds, in their order."""
+def _watched(entries: Iterable[Entry], sampled: SampledTimes) -> Iterator[Entry]:
+    """The same records, and what they say of shares."""
+    for entry in entries:
+        sampled.take(entry)
+        yield entry
+
+
+def _tell_sampled(sampled: SampledTimes) -> None:
+    """Say when a share of the requests alone was recorded."""
+    for line in sampled_lines(sampled):
+        terminal.notice(line)
+
+
+def sampled_lines(sampled: SampledTimes) -> list[str]:
+    """The times in which a share of the requests alone was recorded, for people."""
+    return [
+        f"1 of {one.one_in} requests is on record from {terminal.utc_time(one.since)} to "
+        f"{terminal.utc_time(one.until)}"
+        for one in sampled.times
+    ]
+
+
+def _installed(group: str, what: str) -> Any:
+    """The class of a group of entry points.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from dynbus.bus.errors import ConfigError
+
+    known = list(metadata.entry_points(group=group))
+    if not known:
+        raise ConfigError(f"nothing is installed here that {what}")
+    return known[0].load()
+
+
+def events_of(entries: Iterable[Entry]) -> Iterator[tuple[float, Event]]:
+    """All events, and the gaps in what was recorded, each with its Unix seconds, in their order.
+
+    One that comes later than `LATEST_EVENT` after others of its time is behind these: a day is not
+    held in memory.
+    """
+    waiting: list[tuple[float, int, Event]] = []
+    latest = -math.inf
+    for number, (at, event) in enumerate(_as_recorded(entries)):
+        heapq.heappush(waiting, (at, number, event))
+        latest = max(latest, at)
+        while waiting[0][0] < latest - LATEST_EVENT:
+            yield waiting[0][0], heapq.heappop(waiting)[2]
+    while waiting:
+        yield waiting[0][0], heapq.heappop(waiting)[2]
+
+
+def _as_recorded(entries: Iterable[Entry]) -> Iterator[tuple[float, Event]]:
+    """The same in the order in which they were recorded."""
     import msgspec
 
     from dynbus.bus.flight import EVENT, Event, decode_event
 
-    events: list[tuple[float, Event]] = []
     for entry in entries:
         missing = entry.missing
         event: Event | None = None
@@ -212,10 +362,9 @@ def _events(entries: Iterable[Entry]) -> list[tuple[float, Event]]:
                 missing += 1
         if missing:
             gap = Event("records.missing", entry.recorder, "", {"count": missing})
-            events.append((entry.time, gap))
+            yield entry.time, gap
         if event is not None:
-            events.append((entry.time, event))
-    return sorted(events, key=lambda each: each[0])
+            yield entry.time, event
 
 
 def _value(value: object) -> str:
@@ -226,7 +375,7 @@ def _value(value: object) -> str:
 
 async def _read(server: Server, namespace: str, first: float, last: float) -> list[bytes]:
     from dynbus.bus.errors import ConfigError
-    from dynbus.bus.flight import decode_message, flight_stream, flight_subject
+    from dynbus.bus.flight import flight_stream, message_at
     from dynbus.bus.records.reading import read_until
     from dynbus.bus.transport import NoStream, StoredMessage
 
@@ -235,10 +384,7 @@ async def _read(server: Server, namespace: str, first: float, last: float) -> li
     def take(message: StoredMessage) -> bool:
         if message.time > last:
             return True
-        # One that speaks for another recorder than its subject is forged.
-        known = decode_message(message.data)
-        is_own = known is not None and message.subject == flight_subject(namespace, known.recorder)
-        if message.time >= first and is_own:
+        if message.time >= first and message_at(message.subject, namespace, message.data):
             messages.append(message.data)
         return False
 
@@ -274,6 +420,51 @@ async def _read(server: Server, namespace: str, first: float, last: float) -> li
     help=f"Stop there, and print the load as routers knew it. {terminal.TIMES}",
 )
 @click.option("--request", metavar="ID", default="", help="Print why this request went where.")
+@click.option(
+    "--add-instances",
+    "added",
+    type=click.IntRange(1, MOST_ADDED),
+    default=None,
+    metavar="N",
+    help="Simulate a fleet of N instances more.",
+)
+@click.option(
+    "--kill",
+    "kills",
+    multiple=True,
+    metavar="INSTANCE@TIME",
+    help="Simulate that this instance dies then. Repeatable.",
+)
+@click.option(
+    "--scale",
+    "scales",
+    multiple=True,
+    metavar="COMPONENT=N@TIME",
+    help="Simulate N instances from then on. Repeatable.",
+)
+@click.option(
+    "--cold-start",
+    type=terminal.number(0),
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Until a simulated instance serves that is started.",
+)
+@click.option(
+    "--profile",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Simulated engines take the time of this one, of dynbus profile.",
+)
+@click.option(
+    "--target", metavar="NS.COMPONENT", default="", help="Whose requests are simulated, of several."
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=terminal.check_plot,
+    help="Of simulated fleets, write the times to the first token as an SVG image; - prints the "
+    "plot where no terminal shows it, that of --set as well.",
+)
 @terminal.json_option
 @click.pass_context
 def replay(
@@ -284,6 +475,13 @@ def replay(
     settings: Sequence[str],
     at: str | None,
     request: str,
+    added: int | None,
+    kills: Sequence[str],
+    scales: Sequence[str],
+    cold_start: float,
+    profile: Path | None,
+    target: str,
+    plot: Path | None,
     as_json: bool,
 ) -> None:
     """Make the decisions in FILE again, by the objects that made them.
@@ -292,26 +490,55 @@ def replay(
     requests are decided otherwise, while all else happens as on record: what engines found in their
     caches and when they were done is not simulated.
 
+    With --add-instances, --kill or --scale engines are simulated, twice: as many as on record, and
+    with these changes; a policy of --set is that of the second. TIME is like that of --at.
+
     \b
     dynbus replay incident.flight
+    dynbus replay incident.flight --kill 4bd07a91c2e6f835@2026-11-28T16:00Z --cold-start 45
+    dynbus replay incident.flight --scale Engine=12@2026-11-28T16:00Z --profile engine.json
     dynbus replay incident.flight --set policy=dynamo --set temperature=0.2
     dynbus replay incident.flight --at 2026-11-28T16:00Z --request ID
     """
     import time
 
-    from dynbus.bus.flight import read_flight
+    from dynbus.bus.flight import SampledTimes, read_flight
 
-    changed = dict(_pairs(settings))
+    sampled = SampledTimes()
+    changed = dict(settings_of(settings))
+    if added or kills or scales:
+        if at is not None or request or set(changed) - {"policy"}:
+            raise click.UsageError(
+                "with --add-instances, --kill and --scale engines are simulated: leave --at, "
+                "--request, and --set of all but the policy out"
+            )
+        policy = changed.get("policy", "")
+        changes = FleetChanges(added or 0, _kills(kills), _scales(scales), policy, cold_start)
+        if as_json and plot is not None:
+            raise click.UsageError("--json prints numbers alone: leave --plot out")
+        _replay_fleet(file, target, changes, profile, plot, as_json=as_json)
+        return
+    if profile is not None or target or cold_start:
+        raise click.UsageError(
+            "--profile, --target and --cold-start are for simulated engines: give --add-instances, "
+            "--kill or --scale as well"
+        )
+    if plot is not None and plot != terminal.TO_TERMINAL:
+        raise click.UsageError(
+            f"--plot {plot}: only simulated fleets are drawn as SVG, with --add-instances, --kill "
+            "or --scale: give - for the terminal"
+        )
     end = math.inf if at is None else terminal.parse_time(at, "--at")(time.time())
     parts: list[ReplayPart] = [
         one.load()(changed, request) for one in metadata.entry_points(group=ENTRY_POINTS)
     ]
-    for entry in read_flight(file).entries:
+    for entry in _watched(read_flight(file).entries, sampled):
         if entry.time <= end:
             for part in parts:
                 part.take(entry)
     if as_json:
-        terminal.print_json({part.title: part.to_json() for part in parts})
+        outcome: dict[str, Any] = {part.title: part.to_json() for part in parts}
+        terminal.print_json({**outcome, "sampled": [one._asdict() for one in sampled.times]})
     elif at is not None or request:
         for part in parts:
             if at is not None:
@@ -322,11 +549,83 @@ def replay(
         for part in parts:
             for line in part.lines():
                 click.echo(terminal.printable(line))
+            if changed:
+                terminal.print_bars(
+                    "Requests, on record and now", part.bars(), always=plot == terminal.TO_TERMINAL
+                )
+    if not as_json:
+        _tell_sampled(sampled)
     if not changed and not all(part.is_as_recorded for part in parts):
         ctx.exit(exit_codes.FAILURE)
 
 
-def _pairs(given: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _replay_fleet(
+    file: Path,
+    target: str,
+    changes: FleetChanges,
+    profile: Path | None,
+    plot: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    from dynbus.bus.errors import ConfigError
+
+    simulator = _installed(FLEETS, "simulates engines")
+    reader, sampled = _read_traffic(file, target)
+    try:
+        sides: FleetSimulator = simulator(reader.lines(), reader.fleet(), changes, profile)
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be simulated so: {error}") from None
+    if as_json:
+        terminal.print_json(sides.to_json())
+    else:
+        try:
+            sides.print_sides(plot)
+        except OSError as error:
+            raise ConfigError(f"--plot {plot} cannot be written: {error}") from None
+    _tell_left_out(reader, sampled)
+
+
+def _kills(given: Sequence[str]) -> list[tuple[str, float]]:
+    return [_timed(text, "--kill", "INSTANCE@TIME") for text in given]
+
+
+def _scales(given: Sequence[str]) -> list[tuple[str, float, int]]:
+    scales: list[tuple[str, float, int]] = []
+    for text in given:
+        what, at = _timed(text, "--scale", "COMPONENT=N@TIME")
+        component, _, count = what.partition("=")
+        if not (component and count.isdecimal() and int(count) <= MOST_ADDED):
+            raise click.UsageError(
+                f"--scale {text!r}: write COMPONENT=N@TIME, with up to {MOST_ADDED:,} instances"
+            )
+        scales.append((component, at, int(count)))
+    return scales
+
+
+def _timed(text: str, option: str, form: str) -> tuple[str, float]:
+    """The parts of WHAT@TIME.
+
+    Raises:
+        UsageError: it is none.
+    """
+    import time
+
+    what, at, when = text.partition("@")
+    if not (what and at and when):
+        raise click.UsageError(f"{option} {text!r}: write {form}")
+    moment = terminal.parse_time(when, option)(time.time())
+    if not math.isfinite(moment):
+        raise click.UsageError(f"{option} {text!r}: give one time")
+    return what, moment
+
+
+def settings_of(given: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The names and values of `--set`.
+
+    Raises:
+        UsageError: one has no value.
+    """
     for text in given:
         name, equals, value = text.partition("=")
         if not (name and equals):

@@ -192,9 +192,10 @@ class RemoteControl:
         if self._follow is None or not server.config.flight:
             yield
             return
-        from dynbus.bus.flight import FlightEvents
+        from dynbus.bus.flight import FlightEvents, Sampling
 
-        flight = FlightEvents(server.connection, server.connection.background)
+        sampling = Sampling(server.config.flight_records)
+        flight = FlightEvents(server.connection, server.connection.background, sampling)
 
         def note(what: str, who: str, details: Mapping[str, int]) -> None:
             flight.note(who.partition(".")[0], what, who, **details)

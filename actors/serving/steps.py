@@ -238,6 +238,9 @@ class JobRun:
         """End this try, and have another begin after `delay` seconds; go on where a signal has
         come after the one of that sequence meanwhile."""
         log, own = self._jobs.log, self._job.delivery.message.sequence
+        if self._waits:
+            # What waited the time before, in whose place this try was woken, or would be next time.
+            await self._jobs.queue.forget(self.job_id, but=own)
         self._waits += 1
         until = await self.now() + delay
         name = "" if signal is None else signal[0]

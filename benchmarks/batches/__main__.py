@@ -24,6 +24,7 @@ import httpx2
 from benchmarks.serving.engines import EngineSettings
 from benchmarks.serving.load import Spec
 from benchmarks.serving.model import NAME, words, write_model
+from benchmarks.serving.processes import child, module
 from benchmarks.serving.rounds import Rounds, p99
 from benchmarks.serving.stack import Stack, stack
 from benchmarks.serving.workload import Workload
@@ -113,7 +114,7 @@ async def interactive(served: Stack, rate: float, seconds: float) -> list[float]
     return [1e3 * one for one in told["ttft"]]
 
 
-async def compare(rounds: int, seconds: float, part: float) -> None:
+async def compare(rounds: int, seconds: float, part: float, *, apart: bool) -> None:
     """Print what is found."""
     settings = dict[str, Any](
         max_num_seqs=PLACES,
@@ -127,7 +128,11 @@ async def compare(rounds: int, seconds: float, part: float) -> None:
         folder = exits.enter_context(TemporaryDirectory())
         model = write_model(Path(folder) / "model", 8192)
         engine = EngineSettings(str(model), **settings)
-        served = await exits.enter_async_context(stack(engine, options=("--batches",)))
+        options = ["--batches", *(("--batch-concurrency", "0") if apart else ())]
+        served = await exits.enter_async_context(stack(engine, options=options))
+        if apart:
+            worker = module("front", "run", "dynbus.llm.batches:BatchWorker", "--nats", served.bus)
+            await exits.enter_async_context(child(["nice", "-n", "10", *worker]))
         client = await exits.enter_async_context(
             httpx2.AsyncClient(base_url=served.http, timeout=120.0)
         )
@@ -163,8 +168,11 @@ async def compare(rounds: int, seconds: float, part: float) -> None:
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--seconds", default=60.0, show_default=True, help="of each measurement")
 @click.option("--part", default=0.7, show_default=True, help="of the capacity, interactive")
-def main(rounds: int, seconds: float, part: float) -> None:
-    asyncio.run(compare(rounds, seconds, part))
+@click.option(
+    "--apart", is_flag=True, help="Have the lines asked by a process of their own, of low priority."
+)
+def main(rounds: int, seconds: float, part: float, apart: bool) -> None:
+    asyncio.run(compare(rounds, seconds, part, apart=apart))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from dynbus.kvrouter.engine_events.zmq_subscriber import ZmqSource
 from dynbus.kvrouter.radix.index import Overlap, RadixIndex, Rank
 from dynbus.kvrouter.routing.caches import ExpectedCaches
 from dynbus.kvrouter.routing.config import RouterConfig
-from dynbus.kvrouter.routing.cost import Candidate, RequestShape
+from dynbus.kvrouter.routing.cost import RequestShape
 from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.profiles import InstanceProfile, read_profile
 from dynbus.kvrouter.routing.queue import SchedulingRequest
@@ -198,7 +198,7 @@ def _guess(
 
     def send(number: int) -> None:
         shape = RequestShape.of(prompts[number], BLOCK_SIZE)
-        caches.note_sent(number, profile, Candidate(profile.ranks[0]), 0, shape, 0.0)
+        caches.note_sent(number, profile, profile.ranks[0], 0, shape, 0.0)
         caches.note_computed(number)
 
     for number in range(len(prompts)):

@@ -25,21 +25,19 @@ from benchmarks.serving.workload import Workload
 
 KEYS: Final = {"ada": "key-of-ada", "bob": "key-of-bob"}
 PLACES: Final = 32
-STEP_MS: Final = 10.0
 PREFILL_MS: Final = (0.5, 0.03, 0.0)
 PROMPT: Final = 200
-OUTPUT: Final = 128
-CAPACITY: Final = PLACES * 1000.0 / STEP_MS / OUTPUT
-"""Requests a second that the engine has places for."""
 
 
-async def first_tokens(served: Stack, tenant: str, rate: float, seconds: float, seed: int) -> Any:
+async def first_tokens(
+    served: Stack, tenant: str, rate: float, output: int, seconds: float, seed: int
+) -> Any:
     """Milliseconds to the first token of a tenant's requests, and how many were refused."""
     workload = Workload(
         prefixes=1,
         prefix_tokens=1,
         own_tokens=PROMPT,
-        max_tokens=OUTPUT,
+        max_tokens=output,
         rate=rate,
         seconds=seconds,
         seed=seed,
@@ -49,7 +47,9 @@ async def first_tokens(served: Stack, tenant: str, rate: float, seconds: float, 
     return [1e3 * one for one in told["ttft"]], told["refused"]
 
 
-async def compare(rounds: int, seconds: float, part: float, times: float) -> None:
+async def compare(
+    rounds: int, seconds: float, part: float, times: float, step_ms: float, output: int
+) -> None:
     """Print what is found."""
     rows = Rounds()
     async with AsyncExitStack() as exits:
@@ -62,16 +62,17 @@ async def compare(rounds: int, seconds: float, part: float, times: float) -> Non
             max_num_batched_tokens=1024,
             context_length=8192,
             prefill_ms=PREFILL_MS,
-            decode_ms=(STEP_MS, 0.0, 0.0),
+            decode_ms=(step_ms, 0.0, 0.0),
         )
         served = await exits.enter_async_context(stack(engine, options=("--api-keys", str(keys))))
-        rate = part * CAPACITY
+        # Of the requests a second that the engine has places for.
+        rate = part * PLACES * 1000.0 / step_ms / output
         for seed in range(rounds):
             found: dict[str, float] = {}
             for name, others in (("in its part", rate), ("flooding", times * rate)):
                 (ours, _), (theirs, refused) = await asyncio.gather(
-                    first_tokens(served, "ada", rate, seconds, 2 * seed),
-                    first_tokens(served, "bob", others, seconds, 2 * seed + 1),
+                    first_tokens(served, "ada", rate, output, seconds, 2 * seed),
+                    first_tokens(served, "bob", others, output, seconds, 2 * seed + 1),
                 )
                 found |= {
                     f"{name}: p99, ms": p99(ours),
@@ -93,8 +94,12 @@ async def compare(rounds: int, seconds: float, part: float, times: float) -> Non
 @click.option("--seconds", default=60.0, show_default=True, help="of each measurement")
 @click.option("--part", default=0.1, show_default=True, help="of the capacity, of a tenant")
 @click.option("--times", default=50.0, show_default=True, help="its part that the other asks for")
-def main(rounds: int, seconds: float, part: float, times: float) -> None:
-    asyncio.run(compare(rounds, seconds, part, times))
+@click.option("--step-ms", default=10.0, show_default=True, help="of a step of the engine")
+@click.option("--output", default=128, show_default=True, help="tokens of an answer")
+def main(
+    rounds: int, seconds: float, part: float, times: float, step_ms: float, output: int
+) -> None:
+    asyncio.run(compare(rounds, seconds, part, times, step_ms, output))
 
 
 if __name__ == "__main__":

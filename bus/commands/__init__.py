@@ -3,14 +3,30 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import diagnosis, needed, numbers, queue, server, survey, terminal
+    from . import (
+        diagnosis,
+        listing,
+        needed,
+        numbers,
+        ps,
+        queue,
+        rates,
+        server,
+        survey,
+        terminal,
+        watching,
+    )
 
 __all__ = [
     "diagnosis",
+    "listing",
     "needed",
     "numbers",
+    "ps",
     "queue",
+    "rates",
     "server",
     "survey",
     "terminal",
+    "watching",
 ]

@@ -6,10 +6,13 @@ is set. Nothing heavier than click is imported before it is needed.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import click
@@ -35,6 +38,10 @@ PIPED_WIDTH: Final = 200
 """Columns of a table that no terminal shows; a program reads it, so nothing is cut off."""
 
 
+WIDEST: Final = 100
+"""Columns of a plot, at most."""
+
+
 class Terminal:
     """The input of a command from its user, and its output. To be used on the main thread.
 
@@ -56,6 +63,9 @@ class Terminal:
         '"all", a day by UTC (2027-01-31), a time with its zone (2027-01-31T07:00+01:00), or how '
         'long ago ("2h").'
     )
+    TO_TERMINAL: Final = Path("-")
+    """The value of `--plot` for a plot in the terminal, also where there is none."""
+
     TIMES_AHEAD: Final = (
         "a day by UTC (2027-01-31), a time with its zone (2027-01-31T07:00+01:00), or how long "
         'from now ("30d").'
@@ -114,6 +124,16 @@ class Terminal:
                 return lambda _: at.timestamp()
         times = self.TIMES_AHEAD if ahead else self.TIMES
         raise ConfigError(f"{label} {text!r} is no time: give {times}")
+
+    def parse_span(self, text: str, label: str) -> float:
+        """Read a length of time, such as `500ms` or `2s`, as seconds.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        from dynbus.bus.protocol.seconds import seconds_of
+
+        return seconds_of(text, label)
 
     def settings(
         self,
@@ -192,8 +212,14 @@ class Terminal:
         return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
 
     def print_json(self, value: Any, *, indent: int = 2) -> None:
-        """Print a value as JSON; `indent=0` on one line."""
-        text = msgspec.json.encode(value)
+        """Print a value as JSON; `indent=0` on one line. What is not printable is an escape in it,
+        as in `printable`: a terminal shows it, too."""
+        text = msgspec.json.encode(value).decode()
+        if not text.isprintable():
+            # What was a control character for JSON is an escape by now: the rest is in strings.
+            text = "".join(
+                letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text
+            )
         click.echo(msgspec.json.format(text, indent=indent) if indent else text)
 
     def print_table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -206,6 +232,47 @@ class Terminal:
         for row in rows:
             table.add_row(*row)
         self.console().print(table)
+
+    @classmethod
+    def check_plot(cls, _: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
+        """Refuse a path where no SVG can be written, before minutes of work: the callback of
+        `--plot`."""
+        if path is None or path == cls.TO_TERMINAL:
+            return path
+        if path.suffix.lower() != ".svg":
+            raise click.BadParameter(f"{path} is no SVG file: the plot is SVG, give a name in .svg")
+        folder = path.parent
+        if not folder.is_dir():
+            raise click.BadParameter(f"there is no folder {folder}: make it, or choose another one")
+        if not os.access(folder, os.W_OK):
+            raise click.BadParameter(f"nothing can be written in {folder}: choose another folder")
+        return path
+
+    def print_bars(
+        self, title: str, bars: Iterable[tuple[str, float, str]], *, always: bool = False
+    ) -> None:
+        """Print a plot: a bar for each number, the longest of which takes what is left of a line.
+
+        Args:
+            bars: of each its name, its number, from 0 on, and the text of that.
+            always: also where no terminal shows it.
+        """
+        from rich.bar import Bar
+        from rich.table import Table
+
+        shown = list(bars)
+        if not shown or not (always or sys.stdout.isatty()):
+            return
+        console = self.console()
+        longest = max(length for _, length, _ in shown) or 1.0
+        table = Table(box=None, pad_edge=False, show_header=False, width=min(console.width, WIDEST))
+        table.add_column(no_wrap=True)
+        table.add_column(ratio=1)
+        table.add_column(no_wrap=True, justify="right")
+        for name, length, text in shown:
+            table.add_row(self.plain(name), Bar(longest, 0.0, length), text)
+        console.print(self.plain(title), style="bold")
+        console.print(table)
 
     def plain(self, text: str) -> str:
         """Text for a cell: its brackets are no markup, and it cannot steer the terminal."""

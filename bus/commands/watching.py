@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -16,7 +16,7 @@ from .rates import Activity, SortKey, activities, columns, counted, fitting
 from .terminal import terminal
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Console, Group, RenderableType
     from rich.table import Table
 
     from dynbus.bus.config import BusConfig
@@ -58,32 +58,46 @@ def watch(
     Returns:
         The exit code.
     """
-    import anyio
-
     console = terminal.console()
     is_live = console.is_terminal and not (console.is_dumb_terminal or once or as_json)
     screen: AbstractContextManager[object] | None = None
     draw: Callable[[View], object]
     if is_live:
-        screen, draw = _screen(console, config)
+        servers = redacted_servers(config)
+        screen, paint = live_screen(console)
+
+        def draw_page(view: View) -> None:
+            paint(_page(view, servers, console))
+
+        draw = draw_page
     elif as_json:
         draw = partial(_print_json, indent=2 if once else 0)
     else:
         draw = _print_once
 
+    async def run() -> None:
+        await show(
+            config,
+            draw,
+            screen=screen,
+            namespace=namespace,
+            interval=interval,
+            sort=sort,
+            once=once or not (is_live or as_json),
+            at_once=is_live,
+        )
+
+    return run_until_stopped(run)
+
+
+def run_until_stopped(work: Callable[[], Awaitable[object]]) -> int:
+    """Run what goes on until it ends, or SIGTERM comes; the exit code. Ctrl-C is raised."""
+    import anyio
+
     async def run() -> int:
         with anyio.CancelScope() as scope:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, scope.cancel)
-            await show(
-                config,
-                draw,
-                screen=screen,
-                namespace=namespace,
-                interval=interval,
-                sort=sort,
-                once=once or not (is_live or as_json),
-                at_once=is_live,
-            )
+            await work()
             return exit_codes.OK
         return exit_codes.TERMINATED
 
@@ -163,21 +177,25 @@ def _print_once(view: View) -> None:
     console.print(_table(view, console.width, len(view.shown)))
 
 
-def _screen(
-    console: Console, config: BusConfig
-) -> tuple[AbstractContextManager[object], Callable[[View], object]]:
+def live_screen(
+    console: Console,
+) -> tuple[AbstractContextManager[object], Callable[[RenderableType], None]]:
     """A screen of its own, and what draws on it; the terminal is as before when it is left."""
     from rich.live import Live
 
-    from dynbus.bus.telemetry.logs import redact_url
-
     live = Live(console=console, screen=True, auto_refresh=False)
-    servers = redact_url(", ".join(config.servers))
 
-    def draw(view: View) -> None:
-        live.update(_page(view, servers, console), refresh=True)
+    def draw(page: RenderableType) -> None:
+        live.update(page, refresh=True)
 
     return live, draw
+
+
+def redacted_servers(config: BusConfig) -> str:
+    """The servers of a configuration in one line, without credentials."""
+    from dynbus.bus.telemetry.logs import redact_url
+
+    return redact_url(", ".join(config.servers))
 
 
 def _page(view: View, servers: str, console: Console) -> Group:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 from hashlib import blake2b
-from typing import Final, TypeAlias
-
-import msgspec
 
 from dynbus.bus.background import Background
 from dynbus.bus.clock import monotonic
@@ -15,41 +12,10 @@ from dynbus.bus.errors import DynbusError
 from dynbus.bus.transport import Connection
 
 from .recorder import FlightRecorder
+from .records import Event, Value
+from .sampling import Sampling
 
 logger = logging.getLogger(__name__)
-
-Value: TypeAlias = str | int | float | bool
-
-EVENT: Final = "event"
-"""The kind of these records."""
-
-
-class Event(msgspec.Struct, frozen=True, array_like=True, tag=EVENT):
-    """Something that happened.
-
-    Attributes:
-        what: a word and what became of it, such as `instance.ready`.
-        who: the address of what it happened to.
-        request: the digest of a request's id; empty where it is about none.
-        details: numbers, codes and addresses; never a text of a user's.
-    """
-
-    what: str
-    who: str
-    request: str
-    details: dict[str, Value]
-
-
-_event = msgspec.msgpack.Decoder(Event)
-
-
-def decode_event(body: msgspec.Raw) -> Event:
-    """The event in a record of that kind.
-
-    Raises:
-        msgspec.DecodeError: it is none.
-    """
-    return _event.decode(body)
 
 
 def digest_of_request(request_id: str) -> str:
@@ -62,12 +28,13 @@ class FlightEvents:
     """Records the events of a process. Belongs to the running loop.
 
     Args:
-        connection, background: of a recorder for each namespace.
+        connection, background, sampling: of a recorder for each namespace.
     """
 
-    def __init__(self, connection: Connection, background: Background) -> None:
+    def __init__(self, connection: Connection, background: Background, sampling: Sampling) -> None:
         self._connection = connection
         self._background = background
+        self._sampling = sampling
         self._recorders: dict[str, FlightRecorder] = {}
         self._key = secrets.token_bytes(16)
         self._is_over = False
@@ -79,18 +46,42 @@ class FlightEvents:
         self, namespace: str, what: str, who: str, request_id: str = "", /, **details: Value
     ) -> None:
         """Record that something has happened just now, see `Event`; nothing once it is closed."""
+        request = digest_of_request(request_id) if request_id else ""
+        self._note(namespace, what, who, request, details)
+
+    def note_request(
+        self, namespace: str, what: str, who: str, request_id: str, details: dict[str, Value]
+    ) -> None:
+        """Record what has happened to one of many requests, unless it is of those that are not
+        recorded since there are too many.
+
+        Args:
+            details: which are kept.
+        """
+        request = digest_of_request(request_id)
+        if self._sampling.one_in > 1:
+            share = self._sampling.share(int(request, 16))
+            if not share:
+                return
+            details["one_in"] = share
+        self._note(namespace, what, who, request, details)
+
+    def _note(
+        self, namespace: str, what: str, who: str, request: str, details: dict[str, Value]
+    ) -> None:
         if self._is_over:
             return
         recorder = self._recorders.get(namespace)
         if recorder is None:
             try:
-                recorder = FlightRecorder(self._connection, self._background, namespace)
+                recorder = FlightRecorder(
+                    self._connection, self._background, namespace, self._sampling
+                )
             except DynbusError as error:
                 # The process comes to its end, which its callers need not know.
                 logger.debug("%s of %s is not recorded: %s", what, who, error)
                 return
             self._recorders[namespace] = recorder
-        request = digest_of_request(request_id) if request_id else ""
         recorder.note(Event(what, who, request, details), monotonic())
 
     def digest(self, name: str) -> str:

@@ -16,7 +16,8 @@ from dynbus.bus.errors import DynbusError, PermissionDenied
 from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.transport import Connection, NoRoom
 
-from .records import Record, encode_records, flight_stream, flight_subject
+from .records import Event, Record, encode_records, flight_stream, flight_subject
+from .sampling import CALM, SAMPLED, WINDOW, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ PER_MESSAGE: Final = 500
 """Records of a message: many are encoded without holding up the loop for long."""
 MOST_BACKLOG: Final = 1024**2
 """Bytes that wait for the server, beyond which records are lost: what they are about goes first."""
+TELL_AFTER: Final = 60.0
+"""Seconds after which it is told again that a share of the requests is recorded: what is read from
+the middle on is understood soon."""
 TRY_AGAIN: Final = 10.0
 """Seconds until the stream is made again that could not be made."""
 
@@ -37,13 +41,16 @@ class FlightRecorder:
 
     Args:
         background: makes the stream.
+        sampling: of its process, which says what requests are recorded.
 
     Attributes:
         id: drawn, of its records.
         lost: records that were not sent.
     """
 
-    def __init__(self, connection: Connection, background: Background, namespace: str) -> None:
+    def __init__(
+        self, connection: Connection, background: Background, namespace: str, sampling: Sampling
+    ) -> None:
         self.id = random_id()
         self.lost = 0
         self._connection = connection
@@ -53,7 +60,12 @@ class FlightRecorder:
         self._records: list[tuple[float, Record]] = []
         # The number of the first that is gathered; those behind it were gathered without a gap.
         self._first = 0
+        # Those that have been counted; the others are new.
+        self._counted = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
+        self._sampling = sampling
+        self._told_one_in, self._tell_at = 1, 0.0
         # None until the stream is there, or is known not to come.
         self._is_on: bool | None = None
         background.start(self._make_stream, name=f"the stream {self._stream.name}")
@@ -65,6 +77,10 @@ class FlightRecorder:
     def is_ready(self) -> bool:
         """True if there is a stream."""
         return bool(self._is_on)
+
+    def share(self, digest: int) -> int:
+        """See `Sampling.share`."""
+        return self._sampling.share(digest)
 
     def note(self, record: Record, at: float) -> None:
         """Record something that happened at a time of the monotonic clock."""
@@ -80,20 +96,42 @@ class FlightRecorder:
 
     def close(self) -> None:
         """Send what is gathered, also where it is not known yet that there is a stream."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._look):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._look = None
         while self._records:
             self._send_some()
 
     def _send(self) -> None:
         self._timer = None
+        self._count()
         if self._is_on is not None:
             self._send_some()
         if self._records:
             # Many are sent turn by turn.
             wait = INTERVAL if self._is_on is None else 0.0
             self._timer = self._loop.call_later(wait, self._send)
+        if self._sampling.one_in > 1 and self._look is None:
+            self._look = self._loop.call_later(CALM * WINDOW, self._look_again)
+
+    def _look_again(self) -> None:
+        """See whether more requests may be recorded, though nothing is."""
+        self._look = None
+        if self._timer is None:
+            self._send()
+
+    def _count(self) -> None:
+        """Have what was gathered since it was last counted decide on the share, and tell that."""
+        now, sampling = monotonic(), self._sampling
+        made = self._first + len(self._records)
+        sampling.count(made - self._counted, now)
+        one_in = sampling.one_in
+        if one_in != self._told_one_in or (one_in > 1 and now >= self._tell_at):
+            self._told_one_in, self._tell_at = one_in, now + TELL_AFTER
+            self._records.append((now, Event(SAMPLED, self.id, "", {"one_in": one_in})))
+            made += 1
+        self._counted = made
 
     def _send_some(self) -> None:
         """Send the first records, or lose all where there is no way."""
@@ -113,6 +151,9 @@ class FlightRecorder:
             logger.debug("%r: %s", self, error)
 
     def _lose(self) -> None:
+        if any(isinstance(one, Event) and one.what == SAMPLED for _, one in self._records):
+            # It is told once more.
+            self._told_one_in = 0
         self._first += len(self._records)
         self.lost += len(self._records)
         self._records = []

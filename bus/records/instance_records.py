@@ -205,20 +205,31 @@ class LeaseKeeper:
         None where there is none.
 
         Raises:
-            Unavailable: JetStream does not answer.
+            Unavailable: JetStream does not answer for as long as a cluster takes to elect leaders.
         """
-        try:
-            stored = await self._leased.look(timeout=ELECTION_SECONDS)
-        except NoStream:
-            return None
-        if stored is None or self.state is not LeaseState.CONFLICT:
-            # Heartbeats and credit name an instance by its id alone, so the bus has it once.
-            anywhere = record_subject("*", "*", self._record.instance_id)
-            stored = await self._jetstream.last(INSTANCES_STREAM.name, anywhere)
+        ends = monotonic() + ELECTION_SECONDS
+        while True:
+            try:
+                stored = await self._stored_anywhere()
+                break
+            except NoStream:
+                return None
+            except Unavailable:
+                if monotonic() > ends:
+                    raise
+                await anyio.sleep(RETRY_DELAY)
         if stored is None or stored.is_marker or self._is_mine(stored):
             return None
         record = record_of(stored)
         return Holder(record, stored.ttl or self._leased.lease.ttl) if record else None
+
+    async def _stored_anywhere(self) -> StoredMessage | None:
+        stored = await self._leased.look(timeout=ELECTION_SECONDS)
+        if stored is None or self.state is not LeaseState.CONFLICT:
+            # Heartbeats and credit name an instance by its id alone, so the bus has it once.
+            anywhere = record_subject("*", "*", self._record.instance_id)
+            stored = await self._jetstream.last(INSTANCES_STREAM.name, anywhere)
+        return stored
 
     async def outlast(self, other: Holder) -> None:
         """Wait until the record of a process that seems to be gone has expired, for as long as its

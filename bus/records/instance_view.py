@@ -112,6 +112,9 @@ class InstanceView:
             region: see `Instance`.
         """
         name = record.name
+        if self._expired.get(name, math.inf) <= renewed:
+            # Its time was over, whether somebody has looked meanwhile or not.
+            self.delete(name)
         component = self._instances.setdefault(name[:2], {})
         before = component.get(name.instance_id)
         if before is None or renewed > before.renewed:
@@ -142,7 +145,8 @@ class InstanceView:
     def expire(self, name: InstanceName, now: float) -> None:
         """A record ran out; counts at once, or after the grace that follows an outage."""
         if now < self._grace_until:
-            self._expired[name] = self._grace_until
+            # One that ran out before has the time that it was given then.
+            self._expired.setdefault(name, self._grace_until)
         else:
             self.delete(name)
 

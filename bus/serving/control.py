@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import anyio
+
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BARRIER_TIMEOUT: Final = 5.0
+STOP_TIMEOUT: Final = 1.0
+"""Seconds for each answer of the server while an instance stops."""
 UNSURE: Final = 32768
 """Questions that may wait until all requests before them are read."""
 ANSWERS_PER_TURN: Final = 256
@@ -100,6 +104,28 @@ class ServerControl:
         connection = self._bus.lane.connection
         self._subscription = connection.subscribe(self._subject, self._on_message)
         await connection.barrier()
+
+    async def drain(self) -> None:
+        """Answer the questions that are on their way, and have later ones find nobody.
+
+        A caller whose request found nobody asks once more here. If its question came to an instance
+        that leaves without a word, it would have to take the call for one that may have begun.
+
+        Raises:
+            Unavailable: the control lane is not connected, or closed.
+        """
+        subscription, lane = self._subscription, self._bus.lane
+        if subscription is None:
+            return
+        with anyio.move_on_after(BARRIER_TIMEOUT) as limit:
+            await lane.run(subscription.drain(timeout=STOP_TIMEOUT))
+            await self.registry.inbox.carried_out()
+            if self._making_sure is not None:
+                await self._making_sure.wait()
+            # Answers go before the lane does.
+            await lane.run(lane.connection.barrier(timeout=STOP_TIMEOUT))
+        if limit.cancelled_caught:
+            logger.warning("%s: questions of callers are not answered any more", self._name)
 
     def stop(self) -> None:
         """Beat and hear no more."""

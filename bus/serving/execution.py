@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.deadlines import Deadlines
@@ -50,9 +50,21 @@ LEAST_TURN_ITEMS: Final = 16
 HIGH_BACKLOG: Final = 8 * 1024 * 1024
 STOP_TIMEOUT: Final = 5.0
 
-_TOO_LATE: Final = ": it would probably not be done by its deadline"
-_NO_ROOM: Final = ": there is no room for another large request of this client to wait"
-_DISPLACED: Final = ": the queue is full, and a client with fewer calls in it took this one's place"
+LONG_WAIT: Final = 0.1
+"""Seconds in the queue from which on it is recorded that a call has waited."""
+
+Refusal: TypeAlias = Literal["full", "late", "no_room", "displaced"]
+"""The reason for which there is no place for a call."""
+
+_REASONS: Final[Mapping[Refusal, str]] = {
+    "full": "",
+    "late": ": it would probably not be done by its deadline",
+    "no_room": ": there is no room for another large request of this client to wait",
+    "displaced": ": the queue is full, and a client with fewer calls in it took this one's place",
+}
+
+
+_NOTHING: Final[Mapping[str, str | float]] = {}
 
 
 class Execution:
@@ -180,17 +192,17 @@ class Execution:
         if len(data) > LEAST_PER_STREAM and not (
             served.admission.has_place or call.account.has_room
         ):
-            self.refuse(call, self._overloaded(call, _NO_ROOM, now))
+            self.refuse(call, self._overloaded(call, "no_room", now), "no_room")
             return
         admittance, displaced = served.admission.enter(
             call, call.turn_taker, now, deadline, continued=call.is_continued
         )
         if admittance in (Admittance.FULL, Admittance.LATE):
-            why = _TOO_LATE if admittance is Admittance.LATE else ""
-            self.refuse(call, self._overloaded(call, why, now))
+            why: Refusal = "late" if admittance is Admittance.LATE else "full"
+            self.refuse(call, self._overloaded(call, why, now), why)
             return
         if displaced is not None:
-            self._turn_away(displaced, _DISPLACED, now)
+            self._turn_away(displaced, "displaced", now)
         self.load += 1
         if telemetry is not None:
             telemetry.in_flight(served.address, 1)
@@ -220,28 +232,69 @@ class Execution:
         self.bus.drop(DropReason.REFUSED)
         return Cancelled(OPERATOR, started=False)
 
-    def refuse(self, call: Call, error: DynbusError) -> None:
-        """End a call that was not admitted."""
+    def refuse(self, call: Call, error: DynbusError, why: Refusal | None = None) -> None:
+        """End a call that was not admitted.
+
+        Args:
+            why: the reason for which there is no place; None for any other.
+        """
         call.reply.fail(error)
-        self._retired(call, monotonic())
+        now = monotonic()
+        self._retired(call, now)
         served = call.served
         served.finished(0.0, error)
+        self._record_refusal(call, error, why, now)
         if call.observation is not None:
             call.observation.end(error)
 
-    def _turn_away(self, call: Call, why: str, now: float) -> None:
+    def _turn_away(self, call: Call, why: Refusal, now: float) -> None:
         """End a call that waited and may wait no longer."""
         call.reply.fail(self._overloaded(call, why, now))
-        self._settle(call, now)
+        self._settle(call, now, why)
+
+    def _record_refusal(
+        self, call: Call, error: DynbusError, why: Refusal | None, now: float
+    ) -> None:
+        """Have it in the flight that a call did not begin here, unless it was cancelled."""
+        if self.bus.flight is None or isinstance(error, Cancelled):
+            return
+        details: dict[str, str | float] = {"error": error.code}
+        if why is not None:
+            details["why"] = why
+        if isinstance(error, Overloaded) and error.retry_after:
+            details["retry_after"] = round(error.retry_after, 3)
+        self._record(call, "call.refused", now, details)
+
+    def _record(
+        self, call: Call, what: str, now: float, details: Mapping[str, str | float] = _NOTHING
+    ) -> None:
+        """Have it in the flight what became of a call in the queue."""
+        flight, served = self.bus.flight, call.served
+        if flight is None:
+            return
+        tenant = call.context.tenant
+        flight.note_request(
+            served.address.namespace,
+            what,
+            served.hop,
+            call.context.id,
+            {
+                "waited": round(now - call.started_at, 4),
+                "running": served.admission.running,
+                "waiting": served.admission.waiting,
+                **({"tenant": flight.digest(tenant)} if tenant else {}),
+                **details,
+            },
+        )
 
     @staticmethod
-    def _overloaded(call: Call, why: str, now: float) -> Overloaded:
+    def _overloaded(call: Call, why: Refusal, now: float) -> Overloaded:
         """The error for a call that is refused; to be asked while it is not in the queue."""
         admission = call.served.admission
         deadline = call.context.deadline
         allowed = None if deadline is None else deadline - call.started_at
         return Overloaded(
-            f"{describe_calls(admission.running, admission.waiting)}{why}",
+            f"{describe_calls(admission.running, admission.waiting)}{_REASONS[why]}",
             retry_after=admission.retry_after(call.turn_taker, now, allowed),
             started=False,
         )
@@ -387,7 +440,7 @@ class Execution:
         """Run the call whose turn it is, unless there is no room for its results."""
         while True:
             for late in turn.late:
-                self._turn_away(late, _TOO_LATE, now)
+                self._turn_away(late, "late", now)
             call = turn.begins
             if call is None:
                 return
@@ -396,14 +449,20 @@ class Execution:
                 # The lane has heard of it, and the main loop not yet.
                 refused = self._cancel_of(call, now)
             if refused is None:
+                if now - call.started_at >= LONG_WAIT:
+                    self._record(call, "call.waited", now)
                 self._run(call, now)
                 return
             call.reply.fail(refused)
             self._settle(call, now)
             turn = call.served.admission.skip(call, now)
 
-    def _settle(self, call: Call, now: float) -> None:
-        """Account for a call that neither runs nor waits any longer."""
+    def _settle(self, call: Call, now: float, why: Refusal | None = None) -> None:
+        """Account for a call that neither runs nor waits any longer.
+
+        Args:
+            why: the reason for which there is no place for one that waited; None for any other.
+        """
         if call.waiting_bytes:
             call.let_request_go()
         if call.deadline_number is not None:
@@ -413,6 +472,8 @@ class Execution:
             call.kill_timer.cancel()
         error = call.reply.error
         call.served.finished(0.0 if call.began_at is None else now - call.began_at, error)
+        if call.began_at is None and error is not None:
+            self._record_refusal(call, error, why, now)
         call.settled = True
         if call.served.endpoint.streaming:
             call.served.items += call.reply.sent_items

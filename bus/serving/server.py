@@ -36,7 +36,7 @@ from dynbus.bus.transport import ConnectionState, Message, Subscription
 
 from .calls import Call, ServedEndpoint
 from .contracts import contracts_endpoint
-from .control import ProofAnswer, ServerControl
+from .control import STOP_TIMEOUT, ProofAnswer, ServerControl
 from .execution import Execution, describe_calls
 from .ledger import (
     Abort,
@@ -261,8 +261,9 @@ class InstanceServer:
             # What is on its way to us is refused, not lost: its callers try elsewhere at once.
             await _drain_all((*self._queue_subscriptions, *self._subscriptions))
             self._outbox.flush()
+            await self.control.drain()
             if self.bus.data.state is ConnectionState.CONNECTED:
-                await self.bus.data.barrier(timeout=1.0)
+                await self.bus.data.barrier(timeout=STOP_TIMEOUT)
         except DynbusError as error:
             logger.warning("%r: the server did not confirm its stop: %s", self, error)
         finally:
@@ -532,7 +533,7 @@ async def _drain_all(subscriptions: Iterable[Subscription]) -> None:
 
     async def drain(subscription: Subscription) -> None:
         try:
-            await subscription.drain(timeout=1.0)
+            await subscription.drain(timeout=STOP_TIMEOUT)
         except DynbusError as error:
             errors.append(error)
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import (
+        get_server,
         health,
         held_requests,
         logs,
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "get_server",
     "health",
     "held_requests",
     "logs",

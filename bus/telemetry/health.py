@@ -1,9 +1,7 @@
 """Liveness, readiness and metrics over HTTP (`/live`, `/ready`, `/metrics`), for orchestrators and
 Prometheus.
 
-A server of a few dozen lines on asyncio streams: GET only, one request per connection, with
-bounds on size, time and number. It belongs to the loop that starts it. Run on the control
-thread, it answers while a handler blocks the main loop.
+Run on the control thread, it answers while a handler blocks the main loop.
 """
 
 from __future__ import annotations
@@ -14,27 +12,19 @@ import logging
 import ssl
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
-import anyio
-
-from dynbus.bus.background import Background
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.extras import how_to_install
+
+from .get_server import GetServer, Response, problem
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-MAX_REQUEST_BYTES: Final = 8192
-MAX_CONNECTIONS: Final = 64
-REQUEST_TIMEOUT: Final = 5.0
-"""Seconds that a connection may last."""
-
-_JSON: Final = "application/json"
 _TEXT: Final = "text/plain; charset=utf-8"
 logger = logging.getLogger(__name__)
 
@@ -54,23 +44,6 @@ class Status:
     @property
     def ok(self) -> bool:
         return not self.problems
-
-
-@dataclass(frozen=True, slots=True)
-class _Response:
-    status: HTTPStatus
-    body: bytes
-    content_type: str = _JSON
-
-    def encode(self, *, with_body: bool) -> bytes:
-        head = (
-            f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\n"
-            f"Content-Type: {self.content_type}\r\n"
-            f"Content-Length: {len(self.body)}\r\n"
-            "Cache-Control: no-store\r\n"
-            "Connection: close\r\n\r\n"
-        ).encode("ascii")
-        return head + self.body if with_body else head
 
 
 def metrics_remedy() -> str:
@@ -125,7 +98,7 @@ def health_tls(cert: str, key: str, client_ca: str | None = None) -> ssl.SSLCont
     return context
 
 
-class HealthServer:
+class HealthServer(GetServer):
     """Answers `/live`, `/ready` and `/metrics` while it is open.
 
     Args:
@@ -140,6 +113,8 @@ class HealthServer:
     no credentials but those of `tls`: the operator who opens it decides who may reach its host.
     """
 
+    title = "the health server"
+
     def __init__(
         self,
         host: str,
@@ -151,125 +126,31 @@ class HealthServer:
         registry: CollectorRegistry | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._tls = tls
-        # localhost may stand for two addresses, which would get two different free ports.
-        self.host = "127.0.0.1" if host.lower() == "localhost" else host
-        self.port = port
+        super().__init__(host, port, tls=tls)
         self._checks = {"/live": live, "/ready": ready}
         self._expose = _metrics_page(registry) if metrics else None
-        self._server: asyncio.Server | None = None
-        self._connections = 0
-        self._background = Background(repr(self), self._failed)
-
-    def __repr__(self) -> str:
-        state = "open" if self._server is not None else "closed"
-        return f"<HealthServer {self.url} [{state}]>"
 
     @property
     def has_metrics(self) -> bool:
         """True if `/metrics` has a page."""
         return self._expose is not None
 
-    @property
-    def url(self) -> str:
-        """The URL at which it answers; with the actual port once it is open."""
-        scheme = "https" if self._tls is not None else "http"
-        return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *args: object) -> None:
-        await self.aclose()
-
-    async def start(self) -> None:
-        """Listen, and set `port` to the actual one.
-
-        Raises:
-            ConfigError: the address cannot be bound.
-        """
-        await self._background.open()
-        try:
-            self._server = await asyncio.start_server(
-                self._accept, self.host, self.port, limit=MAX_REQUEST_BYTES, ssl=self._tls
-            )
-        except OSError as error:
-            await self._background.close()
-            raise ConfigError(
-                f"the health server cannot listen at {self.host}:{self.port}: {error.strerror}"
-            ) from error
-        bound: tuple[str, int] = self._server.sockets[0].getsockname()
-        self.port = bound[1]
-
-    async def aclose(self) -> None:
-        """Stop listening and drop what is still being answered; more calls change nothing."""
-        server, self._server = self._server, None
-        if server is None:
-            return
-        server.close()
-        await self._background.close()
-        await server.wait_closed()
-
-    def _failed(self, error: BaseException) -> None:
-        """Answer nobody any more: a prober takes the process for what it is."""
-        if self._server is not None:
-            self._server.close()
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._server is None or self._connections >= MAX_CONNECTIONS:
-            writer.transport.abort()
-            return
-        self._connections += 1
-        self._background.start(self._serve, reader, writer, name="health request")
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            # A client that stalls or leaves is owed nothing.
-            with anyio.move_on_after(REQUEST_TIMEOUT), suppress(ConnectionError):
-                method, response = await self._read_and_answer(reader)
-                writer.write(response.encode(with_body=method != "HEAD"))
-                await writer.drain()
-                writer.close()
-                await writer.wait_closed()
-        except Exception:
-            # One request that fails keeps no other from its answer.
-            logger.exception("a health request failed")
-        finally:
-            self._connections -= 1
-            writer.transport.abort()
-
-    async def _read_and_answer(self, reader: asyncio.StreamReader) -> tuple[str, _Response]:
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.LimitOverrunError:
-            return "", _problem(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        except asyncio.IncompleteReadError:
-            return "", _problem(HTTPStatus.BAD_REQUEST)
-        line = head.partition(b"\r\n")[0].decode("latin-1").split(" ")
-        if len(line) != 3 or not line[2].startswith("HTTP/1."):
-            return "", _problem(HTTPStatus.BAD_REQUEST)
-        method, target, _ = line
-        if method not in ("GET", "HEAD"):
-            return method, _problem(HTTPStatus.METHOD_NOT_ALLOWED)
-        return method, await self._answer(target.partition("?")[0])
-
-    async def _answer(self, path: str) -> _Response:
+    async def answer(self, path: str, query: str) -> Response:
         check = self._checks.get(path)
         if check is not None:
             return _answer_check(path, check)
         if path == "/metrics":
             if self._expose is None:
                 text = f"/metrics {metrics_remedy()}\n".encode()
-                return _Response(HTTPStatus.NOT_IMPLEMENTED, text, _TEXT)
+                return Response(HTTPStatus.NOT_IMPLEMENTED, text, _TEXT)
             # Collecting takes the longer the more series there are, and this loop may also
             # be the one that sends heartbeats.
             content_type, page = await asyncio.to_thread(self._expose)
-            return _Response(HTTPStatus.OK, page, content_type)
-        return _problem(HTTPStatus.NOT_FOUND)
+            return Response(HTTPStatus.OK, page, content_type)
+        return problem(HTTPStatus.NOT_FOUND)
 
 
-def _answer_check(path: str, check: Callable[[], Status]) -> _Response:
+def _answer_check(path: str, check: Callable[[], Status]) -> Response:
     try:
         status = check()
     except Exception as error:
@@ -283,11 +164,7 @@ def _answer_check(path: str, check: Callable[[], Status]) -> _Response:
     }
     if status.details:
         body["details"] = dict(status.details)
-    return _Response(code, json.dumps(body).encode() + b"\n")
-
-
-def _problem(status: HTTPStatus) -> _Response:
-    return _Response(status, json.dumps({"status": status.phrase}).encode() + b"\n")
+    return Response(code, json.dumps(body).encode() + b"\n")
 
 
 def _metrics_page(registry: CollectorRegistry | None) -> Callable[[], tuple[str, bytes]]:

@@ -373,10 +373,12 @@ class JobStream:
             # A taker that gets one finds that its job has ended.
             logger.debug("messages of job %s of %s stay: %s", job_id, self.name, error)
 
-    async def wake(self, job: StoredMessage, job_id: str) -> None:
+    async def wake(self, job: StoredMessage, job_id: str, waits: int) -> None:
         """See `WorkQueue.wake`."""
+        # By turns: it may be the copy of the time before that waits now.
+        name = f"{WOKEN}{waits % 2}"
         with suppress(SubjectTaken):
-            await self._publish_copy(job, job_id, WOKEN, random_id(), put_at(job), 0.0)
+            await self._publish_copy(job, job_id, name, random_id(), put_at(job), 0.0)
 
     async def hand_out(self, token: str) -> None:
         """See `WorkQueue.hand_out`."""

@@ -207,13 +207,16 @@ class WorkQueue:
         """
         return await self._jobs.find(job_id)
 
-    async def wake(self, job: StoredMessage, job_id: str) -> None:
+    async def wake(self, job: StoredMessage, job_id: str, waits: int) -> None:
         """Put a copy of a job that is to be handed out again later, so that it is handed out now.
+
+        Args:
+            waits: how often it has waited, this time included.
 
         Raises:
             Unavailable: the server did not confirm it in time; it may be there.
         """
-        await self._jobs.wake(job, job_id)
+        await self._jobs.wake(job, job_id, waits)
 
     async def hand_out(self, token: str) -> None:
         """Have a job of an ordered queue that is to be handed out again later handed out now.

@@ -40,6 +40,7 @@ MOST_PROMPTS: Final = 4096
 """Prompts of which it is remembered what the index said."""
 
 BEFORE: Final = "what happened before the recording is not known"
+SAMPLED: Final = "a share of the requests alone is on record"
 NO_POLICY: Final = "the policy on record is none of dynbus's own: name one by --set policy="
 UNKNOWN: Final = "it refers to records that are missing"
 WAITS: Final = "waits"
@@ -334,6 +335,8 @@ class _TapeReader:
         self._is_loadable = True
         # Of a scheduler that began with nothing; from then on it is to know all that counts.
         self._warm_at = math.inf
+        # Until then it does not know what other requests have done that are on no record.
+        self._sampled_until = -math.inf
         self._caches = _RecordedCaches()
         self._abroad = _RecordedAbroad()
         self._load: SharedLoad | None = None
@@ -487,6 +490,8 @@ class _TapeReader:
             self._outcome.left_out[UNKNOWN] += 1
             return
         serial, chosen = record.serial, record.chosen
+        if record.one_in > 1:
+            self._sampled_until = entry.at + WARM_AFTER
         self._hear(scheduler, record.seen, {serial: chosen})
         made: Decision | Ticket | DynbusError
         try:
@@ -619,6 +624,8 @@ class _TapeReader:
         outcome.decisions += 1
         if now != recorded:
             why = BEFORE if entry.at < self._warm_at else ""
+            if entry.at < self._sampled_until:
+                why = SAMPLED
             outcome.differing.append(
                 Compared(entry.time, self._target, request, recorded, now, why)
             )
@@ -648,4 +655,5 @@ def _profile(record: tape.Profiled) -> InstanceProfile:
         frozenset(record.loras),
         record.zone,
         record.region,
+        record.routes,
     )

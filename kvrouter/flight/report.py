@@ -59,6 +59,15 @@ class RoutingReplay:
         """True if every decision came out as on record, or is explained."""
         return not self._replay.outcome.unexplained
 
+    def load(self) -> dict[str, float]:
+        """The requests that run at each rank, as the router that knows of most has it."""
+        load: dict[str, float] = {}
+        for state in self._replay.states:
+            for rank, known in state.loads.items():
+                place = f"{rank.instance}/{rank.dp_rank}"
+                load[place] = max(load.get(place, 0), known.requests)
+        return load
+
     def to_json(self) -> dict[str, Any]:
         """The outcome as plain values."""
         outcome = self._replay.outcome
@@ -66,7 +75,9 @@ class RoutingReplay:
             "decisions": outcome.decisions,
             "same": outcome.decisions - len(outcome.differing),
             "explained": Counter(one.why for one in outcome.differing if one.why),
-            "unexplained": [one._asdict() for one in outcome.unexplained],
+            "unexplained": [
+                one._asdict() | {"request": f"{one.request:016x}"} for one in outcome.unexplained
+            ],
             "left_out": outcome.left_out,
             "missing": outcome.missing,
             "expected_tokens": {"recorded": outcome.recorded_reuse, "replayed": outcome.reuse},
@@ -87,6 +98,15 @@ class RoutingReplay:
                 for each in self._replay.explained
             ],
         }
+
+    def bars(self) -> list[tuple[str, float, str]]:
+        """The requests that each place got on record, and gets now."""
+        outcome = self._replay.outcome
+        return [
+            (f"{place}  {when}", placed[place], str(placed[place]))
+            for place in sorted(outcome.recorded_placed | outcome.placed)
+            for when, placed in (("on record", outcome.recorded_placed), ("now", outcome.placed))
+        ]
 
     def print_state(self) -> None:
         """Print what routers knew of the load when the last record was taken."""

@@ -13,16 +13,22 @@ if TYPE_CHECKING:
     from . import fairness, profiles, requests, token_rule, touched
     from .active_load import ActiveLoad, RankLoad
     from .caches import Follower
-    from .config import RouterConfig, RouterSettings
-    from .cost import Candidate, CostFunction, DynamoCost, KvCost, PrefixCounts, RequestShape
+    from .candidates import Candidate
+    from .config import RouterActorOptions, RouterConfig, RouterSettings
+    from .cost import CostFunction, DynamoCost, KvCost, PrefixCounts, RequestShape
     from .decision import Decision, Outcome, Reason, ShadowChoice
     from .policies import COST_FUNCTIONS, Policy
-    from .profiles import InstanceProfile, read_profile
+    from .profiles import InstanceProfile
     from .queue import SchedulingRequest, Ticket
     from .requests import DP_RANK_KEY, OVERLAP_KEY, REQUIRED_KEY, Constraints, RequestFields
     from .router import KvRouter, open_router
-    from .router_actor import DecisionQuery, PolicyChoice, PolicyReport, RouterActor
-    from .scheduler import KvScheduler, SchedulerStatistics
+    from .router_actor import (
+        DecisionQuery,
+        PolicyChoice,
+        PolicyReport,
+        RouterActor,
+    )
+    from .scheduler import KvScheduler
 
 __all__ = [
     "COST_FUNCTIONS",
@@ -51,16 +57,15 @@ __all__ = [
     "RequestFields",
     "RequestShape",
     "RouterActor",
+    "RouterActorOptions",
     "RouterConfig",
     "RouterSettings",
-    "SchedulerStatistics",
     "SchedulingRequest",
     "ShadowChoice",
     "Ticket",
     "fairness",
     "open_router",
     "profiles",
-    "read_profile",
     "requests",
     "token_rule",
     "touched",
@@ -75,6 +80,7 @@ if not TYPE_CHECKING:
         "fairness",
         "profiles",
         "active_load",
+        "candidates",
         "cost",
         "config",
         "decision",

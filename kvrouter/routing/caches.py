@@ -24,8 +24,9 @@ from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness, dou
 from dynbus.kvrouter.stream.summary import CachesAbroad
 
 from .active_load import leading_blocks
+from .candidates import NO_OVERLAP, Offer
 from .config import RouterConfig
-from .cost import NO_OVERLAP, Candidate, RequestShape
+from .cost import RequestShape
 from .decision import Decision
 from .profiles import InstanceProfile
 
@@ -133,48 +134,52 @@ class ExpectedCaches:
         return f"<ExpectedCaches [{guessed} blocks guessed]>"
 
     def overlaps(
-        self, profiles: Sequence[InstanceProfile], shape: RequestShape, now: float
-    ) -> tuple[list[Overlap], list[int]]:
-        """The overlap of each rank of the profiles with a prompt, and how many blocks of it are
-        guessed.
-
-        Both in the order of the profiles and their ranks.
+        self, offer: Offer, shape: RequestShape, now: float
+    ) -> tuple[dict[int, Overlap], dict[int, int]]:
+        """The overlaps with a prompt of the ranks that hold any of it, and how many blocks of that
+        are guessed; both by the rank's position in the offer.
         """
         hashes = shape.sequence_hashes
         follower = self._follower
         if self._computed and follower is not None:
             self._look_for_computed(follower, now)
-        exact: Mapping[Rank, Overlap] = (
-            {} if follower is None else follower.overlaps(shape.block_hashes)
-        )
-        overlaps: list[Overlap] = []
-        guessed: list[int] = []
-        for profile in profiles:
-            is_followed = self._is_followed(profile)
-            guesses = self._predictions if is_followed else self._approximations
-            for rank in profile.ranks:
-                overlap = exact.get(rank, NO_OVERLAP)
-                if profile.region and self._abroad is not None:
-                    overlap = Overlap(self._abroad.reach(rank, hashes, now), 0, 0, 0)
-                known = 0
-                if overlap is not NO_OVERLAP:
-                    device, host, disk, external = overlap
-                    known = device + host + disk + external
-                    guesses.confirm(rank, hashes, known)
-                added = guesses.reach(rank, hashes, now, start=known) - known
+        overlaps: dict[int, Overlap] = {}
+        if not hashes:
+            return overlaps, {}
+        positions = offer.positions
+        if follower is not None:
+            for rank, overlap in follower.overlaps(shape.block_hashes).items():
+                at = positions.get(rank)
+                if at is not None:
+                    overlaps[at] = overlap
+        if self._abroad is not None:
+            for at in offer.abroad:
+                # Whatever the index says of them is not of their caches.
+                overlaps.pop(at, None)
+                reach = self._abroad.reach(offer.ranks[at], hashes, now)
+                if reach:
+                    overlaps[at] = Overlap(reach, 0, 0, 0)
+        guessed: dict[int, int] = {}
+        follows, tells = follower is not None, offer.tells
+        for guesses, is_followed in ((self._predictions, True), (self._approximations, False)):
+            for rank in guesses.holders(hashes[0]):
+                at = positions.get(rank)
+                if at is None or (follows and tells[at]) is not is_followed:
+                    continue
+                device, host, disk, external = overlaps.get(at, NO_OVERLAP)
+                known = device + host + disk + external
+                added = guesses.beyond(rank, hashes, known, now)
                 if added:
-                    device, host, disk, external = overlap
-                    overlap = Overlap(device + added, host, disk, external)
-                overlaps.append(overlap)
-                guessed.append(added)
+                    overlaps[at] = Overlap(device + added, host, disk, external)
+                    guessed[at] = added
         return overlaps, guessed
 
     def note_sent(
         self,
         number: int,
         profile: InstanceProfile,
-        chosen: Candidate,
-        guessed: int,
+        rank: Rank,
+        known: int,
         shape: RequestShape,
         now: float,
     ) -> None:
@@ -182,14 +187,14 @@ class ExpectedCaches:
 
         Args:
             number: of the decision.
-            guessed: how many blocks of the overlap of `chosen` are guessed.
+            profile: of the rank's instance.
+            known: how many blocks of the prompt it has said that it holds.
         """
-        rank, hashes = chosen.rank, shape.sequence_hashes
+        hashes = shape.sequence_hashes
         if not self._is_followed(profile):
             capacity = self._capacities[profile.instance] = profile.total_blocks
             self._approximations.store(rank, hashes, now, capacity=capacity)
         elif self._prediction_ttl:
-            known = chosen.overlap.total - guessed
             self._predictions.store(rank, hashes, now, start=known)
             if len(hashes) > known:
                 self._sent[number] = _Sent(rank, shape, now + self._prediction_ttl)
@@ -297,6 +302,8 @@ class _Held:
     """The blocks that a rank is taken to hold.
 
     Attributes:
+        holders: all ranks that hold a prompt's first block, by its hash.
+        firsts: the first blocks of prompts that are held here.
         gone_at: when all of it is gone, unless it is used again.
         reversals: how often a block was guessed again that the exact index had had.
         prompts: those that have blocks which no later one has, in the order of their use.
@@ -308,6 +315,9 @@ class _Held:
             it. While that value is the same, those before a block are here as well.
     """
 
+    rank: Rank
+    holders: dict[int, set[Rank]]
+    firsts: set[int] = field(default_factory=set[int])
     gone_at: float = inf
     reversals: int = 0
     prompts: OrderedDict[_Guess, None] = field(default_factory=OrderedDict[_Guess, None])
@@ -327,6 +337,10 @@ class _Held:
             blocks[block] = guess
         if count:
             self.prompts[guess] = None
+            first = sequence_hashes[0]
+            if first not in self.firsts:
+                self.firsts.add(first)
+                self.holders.setdefault(first, set()).add(self.rank)
 
     def _shared(self, guess: _Guess, sequence_hashes: Sequence[int], start: int) -> int:
         """Behind which block of a prompt another one is the latest, given that at `start` it is
@@ -369,13 +383,29 @@ class _Held:
             del self.prompts[guess]
             if not self.prompts:
                 # With what another router may have said that is no prompt's.
-                blocks.clear()
-                confirmed.clear()
+                self.clear()
                 return
         for block in gone:
             if blocks.get(block) is guess:
                 del blocks[block]
                 confirmed.pop(block, None)
+                if block in self.firsts:
+                    self._forget_first(block)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.prompts.clear()
+        self.blocks.clear()
+        self.confirmed.clear()
+        for first in tuple(self.firsts):
+            self._forget_first(first)
+
+    def _forget_first(self, first: int) -> None:
+        self.firsts.discard(first)
+        holders = self.holders[first]
+        holders.discard(self.rank)
+        if not holders:
+            del self.holders[first]
 
 
 class ApproximateIndex:
@@ -390,12 +420,18 @@ class ApproximateIndex:
         # In the order of their last request, so that those that nobody asks for any longer are
         # found in front.
         self._ranks: OrderedDict[Rank, _Held] = OrderedDict()
+        # By the first block of a prompt.
+        self._holders: dict[int, set[Rank]] = {}
 
     def __repr__(self) -> str:
         return f"<ApproximateIndex [{len(self)} blocks, {len(self._ranks)} ranks]>"
 
     def __len__(self) -> int:
         return sum(len(held.blocks) for held in self._ranks.values())
+
+    def holders(self, first_hash: int) -> Sequence[Rank]:
+        """The ranks that hold a prompt's first block, or held it until its time was over."""
+        return tuple(self._holders.get(first_hash, ()))
 
     def store(
         self,
@@ -416,7 +452,7 @@ class ApproximateIndex:
         """
         held = self._ranks.get(rank)
         if held is None:
-            held = self._ranks[rank] = _Held()
+            held = self._ranks[rank] = _Held(rank, self._holders)
         self._ranks.move_to_end(rank)
         held.expire(now)
         held.gone_at = gone_at = inf if self._ttl is None else now + self._ttl
@@ -429,7 +465,7 @@ class ApproximateIndex:
         held.confirm(sequence_hashes, start)
         held.shrink(DEFAULT_CAPACITY if capacity is None else capacity)
         while self._ranks and next(iter(self._ranks.values())).gone_at <= now:
-            self._ranks.popitem(last=False)
+            self._ranks.popitem(last=False)[1].clear()
 
     def reach(
         self, rank: Rank, sequence_hashes: Sequence[int], now: float, *, start: int = 0
@@ -454,6 +490,18 @@ class ApproximateIndex:
                     return at
         return end
 
+    def beyond(self, rank: Rank, sequence_hashes: Sequence[int], known: int, now: float) -> int:
+        """The number of blocks of a prompt that a rank holds behind the first `known`, which the
+        exact index has."""
+        held = self._ranks[rank]
+        # Looked at here, too: of many ranks a call for each would take longer than all else.
+        if known and held.confirmed.get(sequence_hashes[known - 1]) != held.reversals:
+            self.confirm(rank, sequence_hashes, known)
+        # Most ranks hold what everybody sends, which the index has, and no more.
+        if known == len(sequence_hashes) or sequence_hashes[known] not in held.blocks:
+            return 0
+        return self.reach(rank, sequence_hashes, now, start=known) - known
+
     def confirm(self, rank: Rank, sequence_hashes: Sequence[int], end: int) -> None:
         """The exact index has the first `end` blocks of a prompt: guess them no longer."""
         held = self._ranks.get(rank)
@@ -468,7 +516,7 @@ class ApproximateIndex:
     def remove_instance(self, instance: str) -> None:
         """Forget an instance."""
         for rank in [rank for rank in self._ranks if rank.instance == instance]:
-            del self._ranks[rank]
+            self._ranks.pop(rank).clear()
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypedDict
 
 from dynbus import ConfigError, Option, Options
+from dynbus.spi import ResumeRule
 
 from .cost import CostFunction
 from .policies import Policy
@@ -135,7 +136,9 @@ class RouterConfig(Options):
             unit="seconds",
         ),
     ] = 120.0
-    decisions: Annotated[int, Option("how many decisions are kept", least=1)] = 512
+    decisions: Annotated[
+        int, Option("how many decisions are kept; of over 2,048 candidates fewer", least=1)
+    ] = 512
     track_output: Annotated[
         bool,
         Option(
@@ -204,3 +207,41 @@ def configured(config: RouterConfig | None, settings: RouterSettings) -> RouterC
     if not isinstance(given, RouterConfig):
         raise ConfigError(f"config={config!r}: give a RouterConfig")
     return replace(given, **settings) if settings else given
+
+
+@dataclass(frozen=True)
+class RouterActorOptions(RouterConfig):
+    """The settings of a router, with what it forwards to."""
+
+    target: Annotated[str, Option("the endpoint to forward to, as `namespace.component.endpoint`")]
+    policies: Annotated[
+        Sequence[str],
+        Option(
+            "those that `use_policy` may change to, beside the one at the start. Callers name one "
+            "of them: nothing else is ever imported for them"
+        ),
+    ] = ()
+    groups: Annotated[
+        int,
+        Option(
+            "parts into which the target's instances fall; each router follows the events of one "
+            "of them alone, and routes to it",
+            least=1,
+            most=1024,
+            guide="router-actor.md#large-fleets-in-groups",
+        ),
+    ] = 1
+    migration_limit: Annotated[
+        int,
+        Option(
+            "how often a stream of tokens goes on with another instance when its own is lost, "
+            "drains or raises `Migrate`, where its caller could go on with it as well; 0 for never",
+            least=0,
+        ),
+    ] = ResumeRule.MIGRATION_LIMIT
+
+    def load(self) -> None:
+        """See `RouterConfig.load`; those that it may change to are imported as well."""
+        super().load()
+        for name in self.policies:
+            Policy.of(name)

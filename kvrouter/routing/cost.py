@@ -26,14 +26,17 @@ from dynbus.kvrouter.hashing import (
     objects_by_block,
     token_bytes,
 )
-from dynbus.kvrouter.radix.index import Overlap, Rank
 
-NO_OVERLAP: Final = Overlap(0, 0, 0, 0)
+from .candidates import Candidate, Candidates
+
 _TOKEN_BYTES: Final = 4
 _NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 
 LEAST_REQUESTS: Final = 256
 """A part of fewer requests than these says nothing yet."""
+
+DEVIATIONS: Final = 1.5
+"""Standard deviations by which a count is taken lower, so that it is hardly too high by chance."""
 
 WINDOW: Final = 512
 """Requests of a generation; the latest one and the one before it count."""
@@ -130,39 +133,14 @@ class RequestShape:
         hashes = self._sequence_hashes = hash_prefixes(self.block_hashes)
         return hashes
 
+    def keep_prefixes(self, hashes: list[int]) -> None:
+        """Take sequence hashes that were made already."""
+        self._sequence_hashes = hashes
+
     @property
     def prompt_blocks(self) -> int:
         """Blocks of the prompt, an incomplete last one included."""
         return -(-self.prompt_tokens // self.block_size)
-
-
-class Candidate(NamedTuple):
-    """A rank that may get a request, and what is known of it.
-
-    Attributes:
-        overlap: blocks of the prompt that it holds, by tier.
-        active_prefill_tokens: prompt tokens of its running requests that are still to compute.
-        active_blocks: blocks that its running requests use, each counted once.
-        added_blocks: blocks of this request that none of them uses.
-        active_requests: how many run there, those of other routers with shared load among them.
-        total_blocks: what its device memory holds; None when it does not say.
-        max_batched_tokens: tokens that it computes in one step; None when it does not say.
-        peer_blocks: blocks of the prompt beyond its overlap that it may fetch from another
-            candidate, which holds them.
-        hop_ms: milliseconds of the way there and back, where it is in another zone than the router
-            and that was measured.
-    """
-
-    rank: Rank
-    overlap: Overlap = NO_OVERLAP
-    active_prefill_tokens: int = 0
-    active_blocks: float = 0.0
-    added_blocks: int = 0
-    active_requests: int = 0
-    total_blocks: int | None = None
-    max_batched_tokens: int | None = None
-    peer_blocks: int = 0
-    hop_ms: float = 0.0
 
 
 CostFunction: TypeAlias = Callable[[RequestShape, Sequence[Candidate]], Sequence[float]]
@@ -191,7 +169,8 @@ class KvCost:
     the terms that need it are left out.
 
     Where work counts for more than waiting, a prefix that everybody sends stays where it was
-    first. Of a prefix with a part p of the latest requests there should be p * candidates copies.
+    first. Of a prefix with a part p of the latest requests, n of them, there should be
+    p * candidates copies, p being taken as low as chance allows: (n - 1.5 * sqrt(n)) / requests.
     While there are fewer, to compute it once more counts as `copy_weight` a token.
 
     Attributes:
@@ -218,41 +197,55 @@ class KvCost:
         _check_weights(self)
 
     def __call__(self, request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
-        block_size, prompt_tokens = request.block_size, request.prompt_tokens
-        host, disk, external = self.host_credit, self.disk_credit, self.external_credit
-        peer = self.peer_credit
-        wanted = self._wanted_blocks(request, candidates)
-        costs: list[float] = []
-        for candidate in candidates:
-            _, overlap, prefill_tokens, active, added, _, total, _, fetched, hop = candidate
-            on_device, on_host, on_disk, elsewhere = overlap
-            held = on_device + host * on_host + disk * on_disk + external * elsewhere
-            held += peer * fetched
-            new = prompt_tokens - block_size * held
-            work = self.work_weight * (new if new > 0.0 else 0.0)
-            if held < wanted:
-                work -= (self.work_weight - self.copy_weight) * block_size * (wanted - held)
-            cost = prefill_tokens + work
-            blocks = active + added
-            counted = self.context_weight * blocks
-            if total is not None:
-                cost *= 1.0 + self.slowdown * blocks / total
-                if blocks > self.full * total:
-                    counted += blocks - self.full * total
-            costs.append(cost + block_size * counted + self.hop_weight * hop)
+        costs: list[float] = self.columns(request, Candidates.of(candidates)).tolist()
         return costs
 
-    def _wanted_blocks(self, request: RequestShape, candidates: Sequence[Candidate]) -> int:
+    # With absurd weights: what is no number is refused where costs are looked at.
+    @np.errstate(over="ignore", invalid="ignore")
+    def columns(self, request: RequestShape, candidates: Candidates) -> NDArray[np.float64]:
+        """The costs of all candidates at once; shape [candidates]."""
+        block_size, overlaps = request.block_size, candidates.overlaps
+        host, disk, external = self.host_credit, self.disk_credit, self.external_credit
+        held = np.zeros(len(candidates.ranks))
+        if overlaps:
+            held[list(overlaps)] = [
+                on_device + host * on_host + disk * on_disk + external * elsewhere
+                for on_device, on_host, on_disk, elsewhere in overlaps.values()
+            ]
+        if candidates.peer_blocks is not None:
+            held += self.peer_credit * candidates.peer_blocks
+        work = self.work_weight * np.maximum(request.prompt_tokens - block_size * held, 0.0)
+        wanted = self._wanted_blocks(request, candidates)
+        if wanted:
+            missing = np.maximum(wanted - held, 0.0)
+            work -= (self.work_weight - self.copy_weight) * block_size * missing
+        blocks = candidates.active_blocks + candidates.added_blocks
+        totals = candidates.totals
+        cost = candidates.active_prefill_tokens + work
+        cost *= 1.0 + self.slowdown * blocks / totals
+        counted = self.context_weight * blocks
+        if self.full:
+            counted += np.maximum(blocks - self.full * totals, 0.0)
+        else:
+            counted += np.where(np.isfinite(totals), blocks, 0.0)
+        cost += block_size * counted
+        if candidates.hop_ms is not None:
+            cost += self.hop_weight * candidates.hop_ms
+        return cost
+
+    def _wanted_blocks(self, request: RequestShape, candidates: Candidates) -> int:
         """Blocks at the beginning of the prompt of which there should be more copies."""
         counted, prefixes = request.popularity
-        if not prefixes:
+        if not prefixes or not candidates.overlaps:
             return 0
         requests = max(LEAST_REQUESTS, counted)
-        wanted = 0
-        held = sorted(candidate.overlap.device for candidate in candidates)
-        for blocks, count in prefixes:
+        wanted, count = 0, len(candidates.ranks)
+        held = sorted([overlap[0] for overlap in candidates.overlaps.values()])
+        for blocks, times in prefixes:
             holders = len(held) - bisect_left(held, blocks)
-            if 0 < holders < len(held) * count / requests:
+            # In a large fleet two requests of the latest are more than a fair share: chance.
+            certain = times - DEVIATIONS * math.sqrt(times)
+            if 0 < holders < count * certain / requests:
                 wanted = blocks
         # What they share ends somewhere before the next length that is counted.
         return min(held[-1], next_length(wanted) - 1) if wanted else 0
@@ -289,38 +282,44 @@ class DynamoCost:
         _check_weights(self)
 
     def __call__(self, request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
-        block_size = request.block_size
-        prompt_tokens = request.prompt_tokens
-        scale, request_weight = self.prefill_scale, self.active_request_weight
-        host, disk, external = self.host_credit, self.disk_credit, self.external_credit
-        credits = self._device_credits(request, candidates)
-        costs: list[float] = []
-        for candidate, device in zip(candidates, credits, strict=True):
-            _, overlap, prefill_tokens, active_blocks, added_blocks, requests, *_ = candidate
-            prefill = (prefill_tokens + prompt_tokens) / block_size
-            if overlap is not NO_OVERLAP:
-                on_device, on_host, on_disk, elsewhere = overlap
-                prefill -= (
-                    device * on_device + host * on_host + disk * on_disk + external * elsewhere
-                )
-                if prefill < 0.0:
-                    prefill = 0.0
-            costs.append(scale * prefill + active_blocks + added_blocks + request_weight * requests)
+        costs: list[float] = self.columns(request, Candidates.of(candidates)).tolist()
         return costs
 
+    # With absurd weights: what is no number is refused where costs are looked at.
+    @np.errstate(over="ignore", invalid="ignore")
+    def columns(self, request: RequestShape, candidates: Candidates) -> NDArray[np.float64]:
+        """The costs of all candidates at once; shape [candidates]."""
+        prefill_tokens = candidates.active_prefill_tokens
+        prefill = (prefill_tokens + request.prompt_tokens) / request.block_size
+        if candidates.overlaps:
+            holders = list(candidates.overlaps)
+            credits = self._device_credits(request, prefill_tokens)[holders].tolist()
+            host, disk, external = self.host_credit, self.disk_credit, self.external_credit
+            credit = [
+                device * on_device + host * on_host + disk * on_disk + external * elsewhere
+                for device, (on_device, on_host, on_disk, elsewhere) in zip(
+                    credits, candidates.overlaps.values(), strict=True
+                )
+            ]
+            prefill[holders] = np.maximum(prefill[holders] - credit, 0.0)
+        return (
+            self.prefill_scale * prefill
+            + candidates.active_blocks
+            + candidates.added_blocks
+            + self.active_request_weight * candidates.active_requests
+        )
+
     def _device_credits(
-        self, request: RequestShape, candidates: Sequence[Candidate]
-    ) -> Sequence[float]:
-        """The credit for a block in device memory, for each candidate."""
+        self, request: RequestShape, prefill_tokens: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """The credit for a block in device memory, of each candidate."""
         decay = self.overlap_credit_decay
         if not decay or not request.prompt_tokens:
-            return [self.overlap_credit] * len(candidates)
-        least = min((one.active_prefill_tokens for one in candidates), default=0)
+            return np.full(prefill_tokens.size, self.overlap_credit)
         unit = request.block_size * request.prompt_blocks
-        return [
-            self.overlap_credit / (1.0 + decay * (one.active_prefill_tokens - least) / unit)
-            for one in candidates
-        ]
+        excess = prefill_tokens - prefill_tokens.min()
+        credits: NDArray[np.float64] = self.overlap_credit / (1.0 + decay * excess / unit)
+        return credits
 
 
 def _check_weights(cost: KvCost | DynamoCost) -> None:
@@ -330,27 +329,27 @@ def _check_weights(cost: KvCost | DynamoCost) -> None:
             raise ValueError(f"{name} = {weight}: a weight is 0 or more, and finite")
 
 
-def choose(costs: Sequence[float], temperature: float, random: Random) -> int | None:
+def choose(costs: NDArray[np.float64], temperature: float, random: Random) -> int | None:
     """The position of the chosen cost; None when there is none below infinity.
 
     At temperature 0 the lowest, equal ones with the same chance. Above it each with a
     probability that falls with its cost: the softmax of the costs over their range.
     """
-    least = min(costs, default=math.inf)
+    least = float(costs.min()) if costs.size else math.inf
     if least == math.inf:
         return None
     if temperature <= 0.0:
-        best = [at for at, cost in enumerate(costs) if cost == least]
-        return best[0] if len(best) == 1 else random.choice(best)
-    possible = [at for at, cost in enumerate(costs) if cost < math.inf]
-    unit = (max(costs[at] for at in possible) - least) * temperature
+        best = (costs == least).nonzero()[0]
+        return int(best[0] if best.size == 1 else random.choice(best))
+    possible = np.flatnonzero(costs < math.inf)
+    unit = (float(costs[possible].max()) - least) * temperature
     if unit <= 0.0:
-        return random.choice(possible)
+        return int(random.choice(possible))
     if unit == math.inf:
         # The range of the costs is no number: what is a half of it is as far apart.
-        return choose([cost / 2 / max(1.0, temperature) for cost in costs], temperature, random)
-    weights = [math.exp((least - costs[at]) / unit) for at in possible]
-    return random.choices(possible, weights)[0]
+        return choose(costs / 2 / max(1.0, temperature), temperature, random)
+    weights = [math.exp((least - cost) / unit) for cost in costs[possible].tolist()]
+    return int(random.choices(possible, weights)[0])
 
 
 class Popularity:

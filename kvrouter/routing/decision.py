@@ -15,12 +15,14 @@ from itertools import islice
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from dynbus.kvrouter.names import WHY
-from dynbus.kvrouter.radix.index import Overlap, Rank
+from dynbus.kvrouter.radix.index import Rank
 from dynbus.spi import check_token, monotonic, unix_time
 
-from .cost import Candidate
+from .candidates import Candidate, Candidates
 
 MAX_REQUEST_ID: Final = 128
 MAX_LATEST: Final = 100
@@ -30,6 +32,9 @@ MAX_TOLD: Final = 128
 """Decisions that a router tells at once at all."""
 MAX_CANDIDATES: Final = 4096
 """Candidates in these, so that no question holds up the requests of a router for long."""
+
+KEPT_CANDIDATES: Final = 1 << 20
+"""Candidates of all decisions that are kept, of 40 to 90 bytes each."""
 
 
 class Reason(StrEnum):
@@ -76,34 +81,6 @@ class Outcome:
     error: str = ""
 
 
-class CandidateTable:
-    """Candidates, kept by column.
-
-    Thousands of tuples that live for some time would be looked at again and again by the
-    garbage collector, in pauses longer than a decision. Columns of numbers are not.
-    """
-
-    __slots__ = ("_columns", "_overlaps")
-
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
-        ranks, overlaps, *numbers = zip(*candidates, strict=True)
-        self._columns = (ranks, *numbers)
-        self._overlaps = tuple(zip(*overlaps, strict=True))
-
-    def __len__(self) -> int:
-        return len(self._columns[0])
-
-    def __getitem__(self, at: int) -> Candidate:
-        ranks, *numbers = self._columns
-        overlap = Overlap(*(column[at] for column in self._overlaps))
-        return Candidate(ranks[at], overlap, *(column[at] for column in numbers))
-
-    @property
-    def ranks(self) -> Sequence[Rank]:
-        """The ranks of the candidates."""
-        return self._columns[0]
-
-
 @dataclass(slots=True, eq=False)
 class Decision:
     """One choice of a rank for one attempt at a request.
@@ -111,8 +88,8 @@ class Decision:
     Attributes:
         number: counts the decisions of a scheduler; names the decision to it.
         decided_at: seconds of the clock that the scheduler is given; `monotonic` in a router.
-        table, costs: who could have got it, and at what cost, in one order. A cost is that of
-            the policy times the preference for the instance.
+        candidates, costs: who could have got it, and at what cost, in one order; the costs of
+            shape [candidates]. A cost is that of the policy times the preference for the instance.
         expected_reuse: tokens of the prompt that the chosen rank was taken to hold and not to
             compute again, as engines do with the last one and its block.
         told_reuse: those of them that it had said itself; the others were guessed.
@@ -121,7 +98,7 @@ class Decision:
         excluded: why other instances could not, by id; also those that the call tried before.
         index_sequence: up to where the router's index had followed the events.
         awareness: how much the index could be trusted.
-        predicted: blocks of each candidate's overlap that were guessed, not told.
+        predicted: blocks of candidates' overlaps that were guessed, not told, by their position.
         policy: the cost function that decided.
         waited_s: seconds in the queue.
         tenant: whose request it is, as its metadata says.
@@ -134,8 +111,8 @@ class Decision:
     prompt_tokens: int
     prompt_blocks: int
     block_size: int
-    table: CandidateTable
-    costs: Sequence[float]
+    candidates: Candidates
+    costs: NDArray[np.float64]
     chosen: Rank
     reason: Reason
     policy: str
@@ -144,7 +121,7 @@ class Decision:
     peer: Rank | None = None
     peer_overlap: int = 0
     temperature: float = 0.0
-    predicted: Sequence[int] = ()
+    predicted: Mapping[int, int] = field(default_factory=dict[int, int])
     excluded: Mapping[str, str] = field(default_factory=dict[str, str])
     index_sequence: int = 0
     awareness: str = ""
@@ -153,11 +130,6 @@ class Decision:
     tenant: str = ""
     shadows: Sequence[ShadowChoice] = ()
     outcome: Outcome = field(default_factory=Outcome)
-
-    @property
-    def candidates(self) -> list[Candidate]:
-        """The ranks that could have got it, and what was known of each."""
-        return [self.table[at] for at in range(len(self.table))]
 
     def to_json(self) -> bytes:
         """The decision as a JSON object; an infinite cost is null."""
@@ -173,10 +145,9 @@ class Decision:
                 excluded ones; from 1 on. What is missing is counted in `left_out` and
                 `excluded_left_out`.
         """
-        predicted = self.predicted or (0,) * len(self.table)
-        order = sorted(range(len(self.costs)), key=self.costs.__getitem__)
+        order: list[int] = np.argsort(self.costs, kind="stable").tolist()
         kept = order[:most]
-        chosen = self.table.ranks.index(self.chosen)
+        chosen = self.candidates.ranks.index(self.chosen)
         if chosen not in kept:
             kept[-1] = chosen
         excluded = dict(islice(self.excluded.items(), most))
@@ -201,7 +172,8 @@ class Decision:
             "peer": None if self.peer is None else self.peer._asdict(),
             "peer_overlap": self.peer_overlap,
             "candidates": [
-                _candidate(self.costs[at], self.table[at], predicted[at]) for at in kept
+                _candidate(float(self.costs[at]), self.candidates[at], self.predicted.get(at, 0))
+                for at in kept
             ],
             "excluded": excluded,
             **{key: count for key, count in left_out.items() if count},
@@ -242,11 +214,12 @@ class DecisionLog:
     """The latest decisions, by number and by request.
 
     Args:
-        limit: how many are kept.
+        limit: how many are kept; fewer where they have more than `KEPT_CANDIDATES` candidates.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._candidates = 0
         self._decisions: OrderedDict[int, Decision] = OrderedDict()
         self._of_request: dict[str, list[int]] = {}
 
@@ -260,8 +233,12 @@ class DecisionLog:
         """Keep a decision, and forget the oldest for it."""
         self._decisions[decision.number] = decision
         self._of_request.setdefault(decision.request_id, []).append(decision.number)
-        while len(self._decisions) > self._limit:
+        self._candidates += len(decision.candidates)
+        while len(self._decisions) > self._limit or (
+            self._candidates > KEPT_CANDIDATES and len(self._decisions) > 1
+        ):
             _, oldest = self._decisions.popitem(last=False)
+            self._candidates -= len(oldest.candidates)
             numbers = self._of_request[oldest.request_id]
             numbers.remove(oldest.number)
             if not numbers:
@@ -283,7 +260,7 @@ class DecisionLog:
         Returns:
             What came of each, by id.
         """
-        candidates = {rank.instance for rank in decision.table.ranks}
+        candidates = {rank.instance for rank in decision.candidates.ranks}
         tried: dict[str, str] = {}
         for number in reversed(self._of_request.get(decision.request_id, ())):
             one = self._decisions[number]
@@ -398,7 +375,7 @@ def encode_explanation(
         ValueError: it does not fit even with one candidate of one decision.
     """
     kept = newest(decisions)
-    longest = max((max(len(one.table), len(one.excluded)) for one in kept), default=1)
+    longest = max((max(len(one.candidates), len(one.excluded)) for one in kept), default=1)
     most = min(longest, MAX_CANDIDATES // max(1, len(kept)))
     while True:
         text = msgspec.json.encode(

@@ -12,7 +12,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,14 @@ from random import Random
 from types import ModuleType
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dynbus import ConfigError
 from dynbus.spi import brief_repr, suggestion
 
-from .cost import Candidate, CostFunction, DynamoCost, KvCost, RequestShape, choose
+from .candidates import Candidates
+from .cost import CostFunction, DynamoCost, KvCost, RequestShape, choose
 from .decision import ShadowChoice
 
 logger = logging.getLogger(__name__)
@@ -84,8 +88,8 @@ class Policy:
         return cls(_name_of(policy), policy)
 
     def costs(
-        self, shape: RequestShape, candidates: Sequence[Candidate], *, request_id: str = ""
-    ) -> list[float]:
+        self, shape: RequestShape, candidates: Candidates, *, request_id: str = ""
+    ) -> NDArray[np.float64]:
         """The cost of each candidate, whatever kind of numbers the cost function uses.
 
         Args:
@@ -95,9 +99,17 @@ class Policy:
             ConfigError: it does not return one number for each candidate, or raises.
         """
         failed = partial(ConfigError, request_id=request_id, started=False)
+        cost = self.cost
         try:
-            # A tuple: one that sorts them would have its costs told of others.
-            costs = self.cost(shape, tuple(candidates))
+            if isinstance(cost, (KvCost, DynamoCost)) and type(cost) in COST_FUNCTIONS.values():
+                columns = cost.columns(shape, candidates)
+                if not columns.size or columns.min() > -math.inf:
+                    return columns
+                costs: Any = columns
+            else:
+                # A tuple: one that sorts them would have its costs told of others. What is derived
+                # from dynbus's own may count on tuples, too.
+                costs = cost(shape, tuple(candidates))
         except Exception as error:
             raise failed(
                 f"policy {self.name} raised {type(error).__name__}: {error}"
@@ -140,9 +152,7 @@ class Shadows:
     def __repr__(self) -> str:
         return f"<Shadows {self.agreements}>"
 
-    def ask(
-        self, request: RequestShape, candidates: Sequence[Candidate], chosen: int
-    ) -> list[ShadowChoice]:
+    def ask(self, request: RequestShape, candidates: Candidates, chosen: int) -> list[ShadowChoice]:
         """The choice that each would have made.
 
         Args:
@@ -151,7 +161,7 @@ class Shadows:
         return [self._ask(one, request, candidates, chosen) for one in self._policies.values()]
 
     def _ask(
-        self, policy: Policy, request: RequestShape, candidates: Sequence[Candidate], chosen: int
+        self, policy: Policy, request: RequestShape, candidates: Candidates, chosen: int
     ) -> ShadowChoice:
         name = policy.name
         try:
@@ -168,12 +178,12 @@ class Shadows:
         at = choose(costs, 0.0, self._random)
         if at is None:
             return ShadowChoice(name, None, math.inf)
-        regret = costs[chosen] - costs[at]
+        regret = float(costs[chosen]) - float(costs[at])
         if regret:
-            return ShadowChoice(name, candidates[at].rank, regret)
+            return ShadowChoice(name, candidates.ranks[at], regret)
         # Of equal costs it may have drawn another one: that is no disagreement.
         self.agreements[name] += 1
-        return ShadowChoice(name, candidates[chosen].rank)
+        return ShadowChoice(name, candidates.ranks[chosen])
 
 
 def _find(policy: str, reload: bool, known_names: Iterable[str]) -> CostFunction:
@@ -329,20 +339,25 @@ def _name_of(policy: CostFunction) -> str:
     return f"{getattr(policy, '__module__', type(policy).__module__)}:{name}"
 
 
-def _numbers(costs: Any) -> list[float] | None:
-    """A policy's costs as a list of floats; None for anything else."""
+def _numbers(costs: Any) -> NDArray[np.float64] | None:
+    """A policy's costs as an array of shape [costs]; None for anything else."""
     # What has no order cannot be matched with candidates, and the rows of a matrix are no numbers.
     if isinstance(costs, (Set, Mapping)) or getattr(costs, "ndim", 1) != 1:
         return None
     try:
-        # A number as text passes `float`, not `isnan`.
-        if any(map(math.isnan, costs)):
-            return None
-        numbers = list(map(float, costs))
+        if type(costs) is not np.ndarray or costs.dtype.kind not in "fiu":
+            # A number as text passes `float`, not `isnan`.
+            if any(map(math.isnan, costs)):
+                return None
+            costs = list(map(float, costs))
+        # A copy: the decision keeps it, and its maker may change it.
+        with np.errstate(over="ignore"):
+            numbers = np.array(costs, dtype=np.float64)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         # A container of the user's own may fail in many ways.
         return None
-    return None if -math.inf in numbers else numbers
+    # The least one is NaN where one is.
+    return numbers if not numbers.size or numbers.min() > -math.inf else None
 
 
 def _place(policy: CostFunction, error: Exception) -> str:

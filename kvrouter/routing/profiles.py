@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dynbus import ConfigError, Instance
+from dynbus import ConfigError, Instance, NoInstances
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.spi import suggestion
 
@@ -21,7 +21,9 @@ EVENTS_KEY: Final = "kv_events"
 FETCHES_KEY: Final = "kv_fetches"
 MODEL_KEY: Final = "model_fingerprint"
 LENDS_KEY: Final = "lend_blocks"
-"""These two without the prefix of the others: routers that do not know them refuse none of it."""
+ROUTES_KEY: Final = "routes_instances"
+CONTEXT_KEY: Final = "context_length"
+"""These four without the prefix of the others: routers that do not know them refuse none of it."""
 TOKENIZER_KEY: Final = "kv_tokenizer_id"
 TAGS_KEY: Final = "kv_tags"
 LORAS_KEY: Final = "kv_loras"
@@ -60,6 +62,8 @@ class InstanceProfile:
         tokenizer_id: empty when it does not say.
         zone: where it is; empty when it does not say.
         region: another region, where it is; empty for the router's own.
+        routes: how many instances it forwards to, each with its part of the total and of the load;
+            1 for an instance that computes itself, 0 for a router that has none at present.
     """
 
     instance: str
@@ -76,6 +80,32 @@ class InstanceProfile:
     loras: frozenset[str]
     zone: str = ""
     region: str = ""
+    routes: int = 1
+
+    @property
+    def stands_for(self) -> int:
+        """The instances among which what is told of it is divided: itself, or those behind it."""
+        return max(1, self.routes)
+
+
+def profile_of_router(
+    instances: Sequence[InstanceProfile], block_size: int | None, routers: int = 1
+) -> dict[str, str]:
+    """The metadata of a router in the place of the instances that it forwards to.
+
+    Args:
+        routers: that forward to the same ones, each of which stands for as many of them.
+    """
+    totals = [one.total_blocks * len(one.ranks) for one in instances if one.total_blocks]
+    stated = {
+        BLOCK_SIZE_KEY: "" if block_size is None else str(block_size),
+        ROUTES_KEY: str(-(-len(instances) // routers)),
+        LORAS_KEY: ",".join(sorted({name for one in instances for name in one.loras})),
+        TAGS_KEY: ",".join(sorted({tag for one in instances for tag in one.tags})),
+    }
+    if len(totals) == len(instances) > 0:
+        stated[TOTAL_BLOCKS_KEY] = str(max(1, sum(totals) // routers))
+    return {key: text for key, text in stated.items() if text}
 
 
 def read_profile(
@@ -114,6 +144,7 @@ def read_profile(
         split_words(metadata.get(LORAS_KEY, "")),
         zone,
         region,
+        0 if metadata.get(ROUTES_KEY) == "0" else _number(instance, metadata, ROUTES_KEY) or 1,
     )
 
 
@@ -199,12 +230,17 @@ class Profiles:
 
         Raises:
             ConfigError: none is left, and why.
+            NoInstances: all are routers without instances, which have not said their block size.
         """
         if self._agreed is None:
             profiles = [read_profile(one.id, one.metadata) for one in instances]
-            self._agreed = self.agree(profiles, self._given_block_size)
+            said = [profile for profile in profiles if profile.routes]
+            if profiles and not said:
+                raise NoInstances("no router has an instance to forward to", started=False)
+            self._agreed = self.agree(said, self._given_block_size)
         usable: list[InstanceProfile] = []
         misfits: dict[str, str] = {}
+        idle: list[InstanceProfile] = []
         for instance in instances:
             instance_id, metadata = instance.id, instance.metadata
             self._offered_at[instance_id] = now
@@ -215,10 +251,17 @@ class Profiles:
                 same = known is not None and known[0] == metadata
                 read = known[1] if known is not None and same else self._check(instance)
                 known = self._read[instance_id] = (metadata, read)
-            if isinstance(known[1], InstanceProfile):
+            if not isinstance(known[1], InstanceProfile):
+                misfits[instance_id] = str(known[1])
+            elif known[1].routes:
                 usable.append(known[1])
             else:
-                misfits[instance_id] = str(known[1])
+                idle.append(known[1])
+        if not usable and idle:
+            # They wait for instances, as who calls these directly does.
+            return idle, misfits
+        for router in idle:
+            misfits[router.instance] = f"router {router.instance} has no instance to forward to"
         if not usable:
             raise ConfigError(next(iter(misfits.values())), started=False)
         return usable, misfits

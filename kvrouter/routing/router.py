@@ -26,7 +26,7 @@ from dynbus import (
 )
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness, no_instances
-from dynbus.kvrouter.stream.membership import Instances, live_instances
+from dynbus.kvrouter.stream.membership import Group, Instances, live_instances
 from dynbus.kvrouter.stream.summary import CachesAbroad, caches_abroad
 from dynbus.kvrouter.stream.warm_start import warm_follower
 from dynbus.spi import Background, Connection, brief_repr, check_token, monotonic, random_id
@@ -52,7 +52,7 @@ from .requests import (
 )
 from .scheduler import KvScheduler, SchedulerStatistics
 from .shared_load import MESSAGE_BYTES, Heard, LoadSharing, SharedLoad
-from .tape import Note, TapedLoad, TapedScheduler
+from .tape import Recorder, TapedLoad, TapedScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,8 @@ async def open_router(
     runtime: Runtime,
     target: type[Actor] | str,
     config: RouterConfig | None = None,
+    *,
+    group: Group | None = None,
     **settings: Unpack[RouterSettings],
 ) -> AsyncGenerator[KvRouter]:
     """A router for the calls of one component, for as long as the `async with` lasts.
@@ -82,6 +84,7 @@ async def open_router(
     Args:
         target: the actor, or `namespace.component`.
         config: how it decides.
+        group: the instances that it routes to, and whose events it follows; None for all.
         settings: fields of `RouterConfig`, which go before those of `config`.
 
     Raises:
@@ -95,7 +98,9 @@ async def open_router(
     async with AsyncExitStack() as exits:
         follower = None
         if config.exact:
-            follower = await exits.enter_async_context(warm_follower(runtime, namespace, component))
+            follower = await exits.enter_async_context(
+                warm_follower(runtime, namespace, component, group=group)
+            )
         abroad = None
         if config.exact and runtime.bus.config.spill == "region":
             listening = caches_abroad(runtime.bus.data, namespace, component)
@@ -109,9 +114,10 @@ async def open_router(
             abroad=abroad,
             connection=runtime.bus.data if config.share else None,
             target=f"{namespace}.{component}",
-            instances=partial(live_instances, runtime, namespace, component),
+            instances=partial(live_instances, runtime, namespace, component, group),
+            group=group,
             offered=lambda: runtime.discovery.view.instances(namespace, component, monotonic()),
-            note=None if recorder is None else recorder.note,
+            recorder=recorder,
         )
         await exits.enter_async_context(router)
         await exits.enter_async_context(RouterWatch(runtime.bus, namespace, component, router))
@@ -152,7 +158,8 @@ class KvRouter:
         instances: the ids of those of the target; while there are none, `awareness` is off.
         offered: those of them that may be chosen just now, for calls that wait while one comes.
             None has them wait for the next call, which is offered them.
-        note: takes the records of its tape; None for no tape.
+        group: the instances that it routes to; None for all that it is offered.
+        recorder: of its tape; None for no tape.
         settings: fields of `RouterConfig`, which go before those of `config`.
 
     Attributes:
@@ -174,7 +181,8 @@ class KvRouter:
         target: str = "",
         instances: Instances | None = None,
         offered: Offered | None = None,
-        note: Note | None = None,
+        group: Group | None = None,
+        recorder: Recorder | None = None,
         **settings: Unpack[RouterSettings],
     ) -> None:
         self._config = config = configured(config, settings)
@@ -184,6 +192,7 @@ class KvRouter:
         self._target = target
         self._instances = instances
         self._offered = offered
+        self._group = group
         self._profiles = Profiles(
             block_size=config.block_size,
             tokenizer_id=config.tokenizer_id,
@@ -192,13 +201,13 @@ class KvRouter:
         load = self._load = None
         if connection is not None:
             message_bytes = min(MESSAGE_BYTES, connection.max_payload // 2)
-            kind = SharedLoad if note is None else TapedLoad
+            kind = SharedLoad if recorder is None else TapedLoad
             load = self._load = kind(random_id(), message_bytes=message_bytes)
         self._scheduler = (
             KvScheduler(config, load=load, follower=follower, abroad=abroad)
-            if note is None
+            if recorder is None
             else TapedScheduler(
-                config, note, target=target, load=load, follower=follower, abroad=abroad
+                config, recorder, target=target, load=load, follower=follower, abroad=abroad
             )
         )
         self._waiting: dict[Ticket, asyncio.Future[Decision]] = {}
@@ -248,7 +257,7 @@ class KvRouter:
             Overloaded: too many requests wait already.
         """
         now = monotonic()
-        profiles, excluded = self._profiles.of(instances, now)
+        profiles, excluded = self._profiles.of(self._in_group(instances), now)
         if self._component != request.endpoint[:2]:
             await self._start(request.endpoint)
         self._check_open()
@@ -311,6 +320,13 @@ class KvRouter:
         """
         self._profiles.of(instances, monotonic())
         return self._profiles.block_size
+
+    def _in_group(self, instances: Sequence[Instance]) -> Sequence[Instance]:
+        """Those of its group; all, of whose caches it knows nothing, while there are none."""
+        group = self._group
+        if group is None:
+            return instances
+        return [one for one in instances if group.has(one.id)] or instances
 
     async def _decide(self, wanted: SchedulingRequest, request: RouteRequest) -> Decision:
         """The decision for a call, at once or when there is room for it."""
@@ -420,7 +436,7 @@ class KvRouter:
         self._look_later()
         now = monotonic()
         try:
-            instances = () if self._offered is None else self._offered()
+            instances = () if self._offered is None else self._in_group(self._offered())
             profiles = self._profiles.of(instances, now)[0] if instances else ()
         except ConfigError:
             # Each that does not fit was logged; those that calls wait for may be free.
@@ -454,7 +470,7 @@ class KvRouter:
                 "`async with KvRouter(...) as router`"
             )
         sharing = LoadSharing(
-            self._connection, self._background, *component, self._load, self._heard
+            self._connection, self._background, *component, self._load, self._heard, self._group
         )
         try:
             await sharing.open()

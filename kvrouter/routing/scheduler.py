@@ -21,6 +21,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dynbus import ConfigError, Context, DynbusError, Overloaded
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness
@@ -28,9 +31,10 @@ from dynbus.kvrouter.stream.summary import CachesAbroad
 
 from .active_load import ActiveLoad
 from .caches import ExpectedCaches, Follower
+from .candidates import Candidates, Offer
 from .config import RouterConfig
-from .cost import Candidate, CostFunction, Popularity, RequestShape, choose
-from .decision import CandidateTable, Decision, DecisionLog, Reason
+from .cost import CostFunction, Popularity, RequestShape, choose
+from .decision import Decision, DecisionLog, Reason
 from .policies import Policy, Shadows
 from .profiles import InstanceProfile
 from .queue import RETRY_AFTER, RequestQueue, SchedulingRequest, Ticket
@@ -90,7 +94,7 @@ class SessionAffinity:
         return f"<SessionAffinity [{len(self._sessions)} sessions]>"
 
     def find(
-        self, session: str, request: RequestShape, candidates: Sequence[Candidate], now: float
+        self, session: str, request: RequestShape, candidates: Candidates, now: float
     ) -> int | None:
         """The position of the candidate where a session was; None when it is to be chosen anew.
 
@@ -100,12 +104,12 @@ class SessionAffinity:
         if rank is None:
             return None
         block_size = request.block_size
-        loads = [one.active_prefill_tokens / block_size + one.active_blocks for one in candidates]
-        for at, candidate in enumerate(candidates):
-            if candidate.rank == rank:
-                bearable = self._overload * (min(loads) + request.prompt_blocks)
-                return at if loads[at] <= bearable else None
-        return None
+        if rank not in candidates.ranks:
+            return None
+        at = candidates.ranks.index(rank)
+        loads = candidates.active_prefill_tokens / block_size + candidates.active_blocks
+        bearable = self._overload * (float(loads.min()) + request.prompt_blocks)
+        return at if loads[at] <= bearable else None
 
     def rank_of(self, session: str, now: float) -> Rank | None:
         """The rank where a session was; None for an unknown one."""
@@ -136,59 +140,69 @@ class Lenders(NamedTuple):
     than it is computed.
 
     Attributes:
-        models: those of the instances that fetch, with their regions and zones, by their ids.
         best: by model, region and zone the best two instances, so that one of them is another
             than the fetching one.
     """
 
-    models: Mapping[str, _Model]
     best: Mapping[_Model, tuple[_Lender, _Lender]]
 
     @classmethod
     def of(
         cls,
-        profiles: Sequence[InstanceProfile],
-        overlaps: Sequence[Overlap],
-        predicted: Sequence[int],
+        offer: Offer,
+        overlaps: Mapping[int, Overlap],
+        predicted: Mapping[int, int],
     ) -> Lenders:
-        """Those among the ranks of the profiles, whose overlaps are in their order."""
-        if not any(profile.fetches for profile in profiles):
+        """Those among the ranks of an offer, by whose positions the overlaps are."""
+        if not offer.fetching:
             return NO_LENDERS
-        models: dict[str, _Model] = {}
-        lenders: dict[_Model, tuple[_Lender, _Lender]] = {}
-        at = 0
-        for profile in profiles:
+        # By instance the best of its ranks, in the order of the offer.
+        best: dict[str, tuple[_Model, _Lender]] = {}
+        for at in sorted(overlaps):
+            profile = offer.profile_of[at]
             if not profile.fetches:
-                at += len(profile.ranks)
                 continue
-            model = models[profile.instance] = profile.model, profile.region, profile.zone
-            best = _NOBODY
-            for rank in profile.ranks:
-                # What is only guessed may not be computed yet.
-                held = overlaps[at].total - predicted[at]
-                at += 1
-                if profile.lends is not None:
-                    held = min(held, profile.lends)
-                if held > best[1]:
-                    best = rank, held
+            # What is only guessed may not be computed yet.
+            held = overlaps[at].total - predicted.get(at, 0)
+            if profile.lends is not None:
+                held = min(held, profile.lends)
+            model = profile.model, profile.region, profile.zone
+            _, before = best.get(profile.instance, (model, _NOBODY))
+            if held > before[1]:
+                best[profile.instance] = model, (offer.ranks[at], held)
+        lenders: dict[_Model, tuple[_Lender, _Lender]] = {}
+        for model, lender in best.values():
             first, second = lenders.get(model, (_NOBODY, _NOBODY))
-            if best[1] > first[1]:
-                lenders[model] = best, first
-            elif best[1] > second[1]:
-                lenders[model] = first, best
-        return cls(models, lenders)
+            if lender[1] > first[1]:
+                lenders[model] = lender, first
+            elif lender[1] > second[1]:
+                lenders[model] = first, lender
+        return cls(lenders)
 
-    def other_than(self, rank: Rank) -> _Lender:
-        """The best for a rank that fetches: of another instance, with the same model."""
-        model = self.models.get(rank.instance)
-        if model is None or (best := self.best.get(model)) is None:
-            return _NOBODY
-        first, second = best
-        return second if first[0] is not None and first[0].instance == rank.instance else first
+    def blocks(self, offer: Offer, overlaps: Mapping[int, Overlap]) -> NDArray[np.int64] | None:
+        """`Candidate.peer_blocks` of shape [ranks]; None where all are 0."""
+        if not self.best:
+            return None
+        blocks = np.zeros(len(offer.ranks), dtype=np.int64)
+        for model, ((lender, lent), (_, second)) in self.best.items():
+            positions = offer.fetching[model]
+            blocks[positions] = lent
+            if lender is not None:
+                own = [at for at in positions if offer.ranks[at].instance == lender.instance]
+                blocks[own] = second
+        for at, overlap in overlaps.items():
+            blocks[at] = max(0, int(blocks[at]) - overlap.total)
+        return blocks
+
+    def other_than(self, profile: InstanceProfile) -> _Lender:
+        """The best for an instance that fetches: another one, with the same model."""
+        model = profile.model, profile.region, profile.zone
+        first, second = self.best.get(model, (_NOBODY, _NOBODY))
+        return second if first[0] is not None and first[0].instance == profile.instance else first
 
 
 _NOBODY: Final[_Lender] = (None, 0)
-NO_LENDERS: Final = Lenders({}, {})
+NO_LENDERS: Final = Lenders({})
 
 
 class KvScheduler:
@@ -227,6 +241,7 @@ class KvScheduler:
         self._affinity = SessionAffinity(ttl=config.session_ttl, overload=config.session_overload)
         self._caches = ExpectedCaches(follower, config, abroad)
         self._popularity = Popularity()
+        self._offer = Offer(())
         self._running: dict[int, Decision] = {}
         self._counts = SchedulerStatistics()
         self._has_failed = False
@@ -330,7 +345,7 @@ class KvScheduler:
 
     def note_reused(self, number: int, tokens: int, now: float) -> Decision | None:
         """The same as `report_reused`, of a decision by its number."""
-        decision = self.decisions.get(number)
+        decision = self._running.get(number) or self.decisions.get(number)
         if decision is None or decision.outcome.reused_tokens is not None:
             return decision
         # An engine may say anything; of a prompt no more than all of it can be reused.
@@ -383,15 +398,18 @@ class KvScheduler:
         shape = request.shape
         block_size = shape.block_size
         shape.popularity = self._popularity.note(shape.sequence_hashes)
-        candidates, predicted, lenders = self._candidates(request, now)
-        costs = self._costs(request, candidates)
+        offer = self._offer_of(request)
+        candidates, predicted, lenders = self._candidates(request, offer, now)
+        costs = self._costs(request, offer, candidates)
         at, reason = self._choose(request, candidates, costs, now)
-        chosen = candidates[at]
+        chosen, profile = candidates[at], offer.profile_of[at]
+        # Blocks that it has said itself that it holds.
+        said = chosen.overlap.total - predicted.get(at, 0)
         self._counts.decisions += 1
         # Engines compute at least the last token of a prompt, of whose logits they draw the next.
         most = max(0, shape.prompt_tokens - 1) // block_size
         reuse = min(most, chosen.overlap.total) * block_size
-        peer, peer_overlap = lenders.other_than(chosen.rank) if chosen.peer_blocks else (None, 0)
+        peer, peer_overlap = lenders.other_than(profile) if chosen.peer_blocks else (None, 0)
         decision = Decision(
             number=self._counts.decisions,
             request_id=request.request_id,
@@ -400,13 +418,13 @@ class KvScheduler:
             prompt_tokens=shape.prompt_tokens,
             prompt_blocks=shape.prompt_blocks,
             block_size=block_size,
-            table=CandidateTable(candidates),
+            candidates=candidates,
             costs=costs,
             chosen=chosen.rank,
             reason=reason,
             policy=self._policy.name,
             expected_reuse=reuse,
-            told_reuse=min(reuse, (chosen.overlap.total - predicted[at]) * block_size),
+            told_reuse=min(reuse, said * block_size),
             peer=peer,
             peer_overlap=peer_overlap,
             temperature=self.config.temperature,
@@ -419,12 +437,22 @@ class KvScheduler:
             tenant=shape.metadata.get(Context.TENANT_KEY, ""),
             shadows=self._shadows.ask(shape, candidates, at),
         )
-        self._commit(request, decision, chosen, predicted[at], now)
+        self._commit(request, decision, profile, said, now)
         return decision
 
+    def _offer_of(self, request: SchedulingRequest) -> Offer:
+        """The ranks that a request may get, which are those of the request before it mostly."""
+        profiles = tuple(request.profiles)
+        if profiles == self._offer.profiles:
+            return self._offer
+        offer = Offer(profiles)
+        if not request.is_narrow:
+            self._offer = offer
+        return offer
+
     def _costs(
-        self, request: SchedulingRequest, candidates: Sequence[Candidate]
-    ) -> Sequence[float]:
+        self, request: SchedulingRequest, offer: Offer, candidates: Candidates
+    ) -> NDArray[np.float64]:
         """The cost of each candidate: the policy's, times the request's preference."""
         try:
             costs = self._policy.costs(request.shape, candidates, request_id=request.request_id)
@@ -437,52 +465,43 @@ class KvScheduler:
         constraints = request.constraints
         if not constraints:
             return costs
-        factors = {one.instance: constraints.multiplier(one) for one in request.profiles}
-        return [
-            max(cost * factors[candidate.rank.instance], -sys.float_info.max)
-            for cost, candidate in zip(costs, candidates, strict=True)
-        ]
+        factors = [constraints.multiplier(profile) for profile in offer.profile_of]
+        with np.errstate(over="ignore"):
+            return np.maximum(costs * factors, -sys.float_info.max)
 
     def _candidates(
-        self, request: SchedulingRequest, now: float
-    ) -> tuple[list[Candidate], list[int], Lenders]:
+        self, request: SchedulingRequest, offer: Offer, now: float
+    ) -> tuple[Candidates, dict[int, int], Lenders]:
         """Every rank that may be chosen, how many blocks of its overlap are guessed, and who can
         send blocks to another."""
         shape = request.shape
-        hashes = shape.sequence_hashes
-        overlaps, predicted = self._caches.overlaps(request.profiles, shape, now)
-        lenders = Lenders.of(request.profiles, overlaps, predicted)
-        load_of, added_blocks, hops = self.load.of, self.load.added_blocks, request.hops
-        candidates: list[Candidate] = []
-        held = iter(overlaps)
-        for profile in request.profiles:
-            for rank in profile.ranks:
-                prefill_tokens, blocks, requests = load_of(rank)
-                overlap = next(held)
-                lent = lenders.other_than(rank)[1] if lenders.models else 0
-                candidates.append(
-                    Candidate(
-                        rank,
-                        overlap,
-                        prefill_tokens,
-                        blocks,
-                        added_blocks(rank, hashes),
-                        requests,
-                        profile.total_blocks,
-                        profile.max_batched_tokens,
-                        max(0, lent - overlap.total),
-                        hops.get(profile.instance, 0.0) if hops else 0.0,
-                    )
-                )
-        best = max(map(sum, overlaps), default=0)
+        overlaps, predicted = self._caches.overlaps(offer, shape, now)
+        lenders = Lenders.of(offer, overlaps, predicted)
+        load = self.load.columns(offer, shape.sequence_hashes)
+        if offer.routes is not None:
+            load = load.of_one(offer.routes)
+        candidates = Candidates(
+            offer.ranks,
+            overlaps,
+            load.prefill_tokens,
+            load.blocks,
+            load.added_blocks,
+            load.requests,
+            offer.total_blocks,
+            offer.max_batched_tokens,
+            offer.totals,
+            lenders.blocks(offer, overlaps),
+            offer.hops(request.hops) if request.hops else None,
+        )
+        best = max(map(sum, overlaps.values()), default=0)
         self._counts.best_tokens += min(best * shape.block_size, shape.prompt_tokens)
         return candidates, predicted, lenders
 
     def _choose(
         self,
         request: SchedulingRequest,
-        candidates: Sequence[Candidate],
-        costs: Sequence[float],
+        candidates: Candidates,
+        costs: NDArray[np.float64],
         now: float,
     ) -> tuple[int, Reason]:
         if request.session:
@@ -506,15 +525,13 @@ class KvScheduler:
         self,
         request: SchedulingRequest,
         decision: Decision,
-        chosen: Candidate,
-        guessed: int,
+        profile: InstanceProfile,
+        said: int,
         now: float,
     ) -> None:
-        shape = request.shape
-        rank = chosen.rank
+        shape, rank = request.shape, decision.chosen
         hashes = shape.sequence_hashes
-        profile = next(one for one in request.profiles if one.instance == rank.instance)
-        self._caches.note_sent(decision.number, profile, chosen, guessed, shape, now)
+        self._caches.note_sent(decision.number, profile, rank, said, shape, now)
         if request.session:
             self._affinity.bind(request.session, rank, now)
         # Charged when all else is done: a caller that gets no decision cannot say that it ended.

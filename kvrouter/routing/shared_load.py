@@ -19,6 +19,7 @@ import numpy as np
 
 from dynbus.kvrouter.names import kv_load_subject
 from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.stream.membership import Group
 from dynbus.spi import Background, Connection, Message, Subscription, Work, check_token, monotonic
 
 from .active_load import MOST_TOKENS, ActiveLoad, expected_tokens
@@ -454,6 +455,7 @@ class LoadSharing:
         connection: of the running loop.
         background: where it says that it is alive, and at last that it leaves.
         heard: told what other routers have changed.
+        group: whose routers it shares with; None for all of the component.
 
     Raises:
         ConfigError: namespace, component or the router's id is no token of a subject.
@@ -467,6 +469,7 @@ class LoadSharing:
         component: str,
         load: SharedLoad,
         heard: Callable[[Heard], None],
+        group: Group | None = None,
     ) -> None:
         self.load = load
         self.dropped = 0
@@ -474,6 +477,8 @@ class LoadSharing:
         self._background = background
         check_token("namespace", namespace)
         check_token("component", component)
+        if group is not None:
+            component = f"{component}_group{group.number}of{group.of}"
         self._subject = kv_load_subject(namespace, component, check_token("router", load.router))
         self._subjects = kv_load_subject(namespace, component, "*")
         self._heard = heard

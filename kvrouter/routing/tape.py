@@ -15,7 +15,7 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence, Set
 from hashlib import blake2b
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from dynbus import Context, DynbusError
+from dynbus.kvrouter.hashing import hash_prefixes
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness
 from dynbus.kvrouter.stream.summary import CachesAbroad
@@ -38,6 +39,20 @@ from .shared_load import Heard, SharedLoad
 
 Note: TypeAlias = Callable[[msgspec.Struct, float], None]
 """Takes a record, and when it was on the monotonic clock."""
+
+
+class Recorder(Protocol):
+    """The recorder of a tape."""
+
+    def note(self, record: msgspec.Struct, at: float) -> None:
+        """Record something that happened at a time of the monotonic clock."""
+        ...
+
+    def share(self, digest: int) -> int:
+        """The number of requests for which the one with this digest is recorded; 0 where it is
+        not."""
+        ...
+
 
 KIND: Final = "kv."
 """The beginning of the kinds of all records on a tape."""
@@ -55,7 +70,7 @@ MOST_OFFERED: Final = 16
 # What is on it -------------------------------------------------------------------------------
 
 
-class Began(msgspec.Struct, frozen=True, array_like=True, tag="kv.began"):
+class Began(msgspec.Struct, frozen=True, array_like=True, tag="kv.began", gc=False):
     """The tape begins, or begins anew: nothing before is referred to.
 
     Attributes:
@@ -80,7 +95,7 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="kv.began"):
     is_exact: bool
 
 
-class Profiled(msgspec.Struct, frozen=True, array_like=True, tag="kv.profile"):
+class Profiled(msgspec.Struct, frozen=True, array_like=True, tag="kv.profile", gc=False):
     """An instance as it is offered, which is called by its number from here on."""
 
     number: int
@@ -97,9 +112,10 @@ class Profiled(msgspec.Struct, frozen=True, array_like=True, tag="kv.profile"):
     loras: list[str]
     zone: str
     region: str
+    routes: Annotated[int, Meta(ge=1)] = 1
 
 
-class Offered(msgspec.Struct, frozen=True, array_like=True, tag="kv.offered"):
+class Offered(msgspec.Struct, frozen=True, array_like=True, tag="kv.offered", gc=False):
     """Profiles among which requests choose, called by their number from here on."""
 
     number: int
@@ -114,7 +130,7 @@ SeenPrompt: TypeAlias = tuple[int, int]
 """A prompt that was looked for: how many blocks it has, and the hash of the last one."""
 
 
-class Seen(msgspec.Struct, frozen=True, array_like=True):
+class Seen(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """All that a decision, or several, asked of the caches.
 
     Attributes:
@@ -129,7 +145,7 @@ class Seen(msgspec.Struct, frozen=True, array_like=True):
     abroad: list[tuple[SeenPrompt, str, int, int]]
 
 
-class Chosen(msgspec.Struct, frozen=True, array_like=True):
+class Chosen(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A decision.
 
     Attributes:
@@ -146,7 +162,7 @@ class Chosen(msgspec.Struct, frozen=True, array_like=True):
     reuse: int
 
 
-class Submitted(msgspec.Struct, frozen=True, array_like=True, tag="kv.submitted"):
+class Submitted(msgspec.Struct, frozen=True, array_like=True, tag="kv.submitted", gc=False):
     """A request came, and was decided, waits, or was refused.
 
     Attributes:
@@ -158,6 +174,7 @@ class Submitted(msgspec.Struct, frozen=True, array_like=True, tag="kv.submitted"
         hops: milliseconds, by instance.
         chosen: None where it waits or was refused.
         refused: the code of the error; empty for none.
+        one_in: requests of which this one alone is on the tape.
     """
 
     serial: int
@@ -182,49 +199,50 @@ class Submitted(msgspec.Struct, frozen=True, array_like=True, tag="kv.submitted"
     seen: Seen
     chosen: Chosen | None
     refused: str
+    one_in: int = 1
 
 
-class Released(msgspec.Struct, frozen=True, array_like=True, tag="kv.released"):
+class Released(msgspec.Struct, frozen=True, array_like=True, tag="kv.released", gc=False):
     """Requests wait no longer: each with its serial, and its decision or the code of an error."""
 
     outcomes: list[tuple[int, Chosen | None, str]]
     seen: Seen
 
 
-class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag="kv.withdrawn"):
+class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag="kv.withdrawn", gc=False):
     """A request waits no longer, since nobody wants it."""
 
     serial: int
 
 
-class FirstItem(msgspec.Struct, frozen=True, array_like=True, tag="kv.first"):
+class FirstItem(msgspec.Struct, frozen=True, array_like=True, tag="kv.first", gc=False):
     """The first output of a decision's request came."""
 
     number: int
 
 
-class Grown(msgspec.Struct, frozen=True, array_like=True, tag="kv.grown"):
+class Grown(msgspec.Struct, frozen=True, array_like=True, tag="kv.grown", gc=False):
     """A decision's request has so much output."""
 
     number: int
     tokens: int
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag="kv.ended"):
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag="kv.ended", gc=False):
     """A decision's request is over."""
 
     number: int
     error: str
 
 
-class Reused(msgspec.Struct, frozen=True, array_like=True, tag="kv.reused"):
+class Reused(msgspec.Struct, frozen=True, array_like=True, tag="kv.reused", gc=False):
     """The engine found so many tokens of a decision's prompt in its cache."""
 
     number: int
     tokens: int
 
 
-class Elsewhere(msgspec.Struct, frozen=True, array_like=True, tag="kv.elsewhere"):
+class Elsewhere(msgspec.Struct, frozen=True, array_like=True, tag="kv.elsewhere", gc=False):
     """Another router has sent a prompt to a rank. `blocks` are its sequence hashes."""
 
     instance: str
@@ -232,32 +250,32 @@ class Elsewhere(msgspec.Struct, frozen=True, array_like=True, tag="kv.elsewhere"
     blocks: bytes
 
 
-class Refreshed(msgspec.Struct, frozen=True, array_like=True, tag="kv.refreshed"):
+class Refreshed(msgspec.Struct, frozen=True, array_like=True, tag="kv.refreshed", gc=False):
     """Other instances may serve those that wait."""
 
     offered: int
 
 
-class Gone(msgspec.Struct, frozen=True, array_like=True, tag="kv.gone"):
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag="kv.gone", gc=False):
     """An instance is gone for good, or began anew with an empty cache."""
 
     instance: str
     for_good: bool
 
 
-class PolicyChanged(msgspec.Struct, frozen=True, array_like=True, tag="kv.policy"):
+class PolicyChanged(msgspec.Struct, frozen=True, array_like=True, tag="kv.policy", gc=False):
     """Another policy decides; empty for one that has no name by which it could be loaded."""
 
     policy: str
 
 
-class LoadHeard(msgspec.Struct, frozen=True, array_like=True, tag="kv.load"):
+class LoadHeard(msgspec.Struct, frozen=True, array_like=True, tag="kv.load", gc=False):
     """Another router has told its load."""
 
     data: bytes
 
 
-class LoadExpired(msgspec.Struct, frozen=True, array_like=True, tag="kv.expired"):
+class LoadExpired(msgspec.Struct, frozen=True, array_like=True, tag="kv.expired", gc=False):
     """Other routers were looked for that have fallen silent."""
 
 
@@ -362,6 +380,7 @@ class TapeWriter:
                 self._all(profile.loras),
                 profile.zone,
                 profile.region,
+                profile.stands_for,
             ),
             now,
         )
@@ -375,11 +394,15 @@ class TapeWriter:
         chosen: Chosen | None,
         refused: str,
         now: float,
+        digest: int,
+        one_in: int,
     ) -> int:
         """Put a request on the tape, with what became of it; its serial.
 
         Args:
             profiles: that it was offered.
+            digest: of its id.
+            one_in: see `Submitted`.
         """
         is_full = len(self._marks) >= MOST_MARKS or len(self._offered) >= MOST_OFFERED
         if is_full or now >= self._anew_at:
@@ -390,7 +413,7 @@ class TapeWriter:
         self._note(
             Submitted(
                 self._serial,
-                request_digest(request.request_id),
+                digest,
                 request.attempt,
                 shape.prompt_tokens,
                 shape.block_size,
@@ -399,11 +422,11 @@ class TapeWriter:
                 shape.block_hashes[known:].astype("<u8").tobytes(),
                 shape.expected_output_tokens,
                 shape.priority,
-                self._digest(shape.metadata.get(Context.TENANT_KEY, "")),
-                self._digest(request.session),
-                self._all(constraints.required),
+                self._digest(tenant) if (tenant := shape.metadata.get(Context.TENANT_KEY)) else "",
+                self._digest(request.session) if request.session else "",
+                self._all(constraints.required) if constraints.required else [],
                 {self._digest(tag): weight for tag, weight in constraints.preferred.items()},
-                self._digest(constraints.lora_name),
+                self._digest(constraints.lora_name) if constraints.lora_name else "",
                 constraints.lora_required,
                 self._offer(profiles, now),
                 dict(request.hops),
@@ -411,6 +434,7 @@ class TapeWriter:
                 seen,
                 chosen,
                 refused,
+                one_in,
             ),
             now,
         )
@@ -428,9 +452,7 @@ class TapeWriter:
         return known, hashes[known - 1] if known else 0
 
     def _digest(self, text: str) -> str:
-        """A digest with the key of this tape; empty for nothing."""
-        if not text:
-            return ""
+        """A digest with the key of this tape."""
         known = self._digests.get(text)
         if known is None:
             known = blake2b(_bytes(text), digest_size=8, key=self._key).hexdigest()
@@ -448,8 +470,9 @@ class TapedPrompts:
     """The prompts of a tape, put together again from what they share with earlier ones."""
 
     def __init__(self) -> None:
-        # By the sequence hashes of their beginnings: all their blocks, and how many.
-        self._known: dict[int, tuple[NDArray[np.uint64], int]] = {}
+        # By the sequence hashes of their beginnings: all their blocks, the hashes of all their
+        # prefixes, and how many of these.
+        self._known: dict[int, tuple[NDArray[np.uint64], list[int], int]] = {}
 
     def __repr__(self) -> str:
         return f"<TapedPrompts [{len(self._known)} beginnings]>"
@@ -464,10 +487,14 @@ class TapedPrompts:
             return None
         blocks = np.frombuffer(record.blocks, "<u8").astype(np.uint64)
         if record.known:
-            earlier, length = self._known.get(record.known_hash, (blocks, -1))
+            earlier, before, length = self._known.get(record.known_hash, (blocks, [], -1))
             if length != record.known:
                 return None
+            # What was hashed is not hashed again: conversations grow.
+            hashes = before[:length] + hash_prefixes(blocks, record.known_hash)
             blocks = np.concatenate([earlier[:length], blocks])
+        else:
+            hashes = hash_prefixes(blocks)
         metadata = {Context.TENANT_KEY: record.tenant} if record.tenant else {}
         shape = RequestShape(
             record.prompt_tokens,
@@ -480,9 +507,9 @@ class TapedPrompts:
         if len(self._known) > 2 * MOST_MARKS:
             # No tape refers to so many.
             self._known.clear()
-        hashes = shape.sequence_hashes
+        shape.keep_prefixes(hashes)
         for place in range(record.known + MARK_EVERY, len(hashes) + 1, MARK_EVERY):
-            self._known[hashes[place - 1]] = blocks, place
+            self._known[hashes[place - 1]] = blocks, hashes, place
         return shape
 
 
@@ -560,17 +587,17 @@ class _TapedAbroad(CachesAbroad):
 
 
 class TapedScheduler(KvScheduler):
-    """A scheduler that puts what it is told, and what it decides, on a tape.
+    """A scheduler that puts what it is told, and what it decides, on a tape; of requests those
+    alone that its recorder keeps.
 
     Args:
-        note: takes the records.
         target: `namespace.component`.
     """
 
     def __init__(
         self,
         config: RouterConfig,
-        note: Note,
+        recorder: Recorder,
         *,
         target: str,
         load: SharedLoad | None = None,
@@ -582,8 +609,13 @@ class TapedScheduler(KvScheduler):
             config, load=load, follower=self._taped.follower, abroad=self._taped.abroad
         )
         router = "" if load is None else load.router
-        self._tape = TapeWriter(note, target, config, is_exact=follower is not None, router=router)
+        self._tape = TapeWriter(
+            recorder.note, target, config, is_exact=follower is not None, router=router
+        )
+        self._share = recorder.share
         self._serials: dict[Ticket, int] = {}
+        # The numbers of decisions for requests that are not on the tape.
+        self._left_out: set[int] = set()
         # When something happened last: some things are told without a time.
         self._now = 0.0
 
@@ -596,26 +628,56 @@ class TapedScheduler(KvScheduler):
         try:
             decided = super().submit(request, now)
         except DynbusError as error:
-            self._tape.submitted(request, profiles, self._taped.take(), None, error.code, now)
+            self._submitted(request, profiles, None, error.code, now)
             raise
-        seen = self._taped.take()
-        if isinstance(decided, Decision):
-            self._tape.submitted(request, profiles, seen, _chosen(decided), "", now)
-        else:
-            self._serials[decided] = self._tape.submitted(request, profiles, seen, None, "", now)
+        self._submitted(request, profiles, decided, "", now)
         return decided
+
+    def _submitted(
+        self,
+        request: SchedulingRequest,
+        profiles: Sequence[InstanceProfile],
+        decided: Decision | Ticket | None,
+        refused: str,
+        now: float,
+    ) -> None:
+        """Put a request on the tape, unless it is of those that are not recorded."""
+        seen, digest = self._taped.take(), request_digest(request.request_id)
+        one_in = self._share(digest)
+        if not one_in:
+            if isinstance(decided, Decision):
+                self._left_out.add(decided.number)
+            return
+        chosen = _chosen(decided) if isinstance(decided, Decision) else None
+        serial = self._tape.submitted(request, profiles, seen, chosen, refused, now, digest, one_in)
+        if isinstance(decided, Ticket):
+            self._serials[decided] = serial
 
     def release(self, now: float) -> list[tuple[Ticket, Decision | DynbusError]]:
         self._now = now
         decided = super().release(now)
         if decided:
-            outcomes = [_outcome(self._serials.pop(ticket), one) for ticket, one in decided]
-            self._tape.put(Released(outcomes, self._taped.take()), now)
+            outcomes: list[tuple[int, Chosen | None, str]] = []
+            for ticket, one in decided:
+                serial = self._serials.pop(ticket, None)
+                if serial is not None:
+                    outcomes.append(_outcome(serial, one))
+                elif isinstance(one, Decision):
+                    self._left_out.add(one.number)
+            seen = self._taped.take()
+            if outcomes:
+                self._tape.put(Released(outcomes, seen), now)
         return decided
 
     def _put(self, record: msgspec.Struct, now: float) -> None:
         self._now = now
         self._tape.put(record, now)
+
+    def _put_of(self, number: int, record: msgspec.Struct, now: float) -> None:
+        """Put on the tape what became of the request of a decision, if that is on it."""
+        if number not in self._left_out:
+            self._now = now
+            self._tape.put(record, now)
 
     def withdraw(self, ticket: Ticket) -> bool:
         was_waiting = super().withdraw(ticket)
@@ -625,24 +687,27 @@ class TapedScheduler(KvScheduler):
         return was_waiting
 
     def first_item(self, number: int, now: float) -> None:
-        self._put(FirstItem(number), now)
+        self._put_of(number, FirstItem(number), now)
         super().first_item(number, now)
 
     def grown(self, number: int, output_tokens: int) -> None:
-        self._put(Grown(number, output_tokens), self._now)
+        self._put_of(number, Grown(number, output_tokens), self._now)
         super().grown(number, output_tokens)
 
     def ended(self, number: int, now: float, error: str = "") -> None:
-        self._put(Ended(number, error), now)
+        self._put_of(number, Ended(number, error), now)
+        self._left_out.discard(number)
         super().ended(number, now, error)
 
     def note_reused(self, number: int, tokens: int, now: float) -> Decision | None:
-        self._put(Reused(number, tokens), now)
+        self._put_of(number, Reused(number, tokens), now)
         return super().note_reused(number, tokens, now)
 
     def note_elsewhere(self, rank: Rank, sequence_hashes: Sequence[int], now: float) -> None:
-        blocks = np.array(sequence_hashes, dtype="<u8").tobytes()
-        self._put(Elsewhere(rank.instance, rank.dp_rank, blocks), now)
+        # Its id is not told.
+        if not sequence_hashes or self._share(sequence_hashes[-1]):
+            blocks = np.array(sequence_hashes, dtype="<u8").tobytes()
+            self._put(Elsewhere(rank.instance, rank.dp_rank, blocks), now)
         super().note_elsewhere(rank, sequence_hashes, now)
 
     def refresh(self, profiles: Sequence[InstanceProfile]) -> None:
@@ -700,7 +765,7 @@ def _chosen(decision: Decision) -> Chosen:
     rank = decision.chosen
     return Chosen(
         decision.number,
-        decision.table.ranks.index(rank),
+        decision.candidates.ranks.index(rank),
         rank.instance,
         rank.dp_rank,
         decision.reason.value,

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .election import Election
     from .event_stream import EventStream
     from .follower import FollowerStatus, IndexFollower, Position
+    from .membership import Group
     from .needed_streams import kv_streams
     from .publisher import KvEventPublisher, PublisherStatus
     from .snapshot_writer import SnapshotPlan, SnapshotWriter
@@ -21,6 +22,7 @@ __all__ = [
     "Election",
     "EventStream",
     "FollowerStatus",
+    "Group",
     "IndexFollower",
     "KvEventPublisher",
     "Position",
@@ -45,6 +47,7 @@ if not TYPE_CHECKING:
         "snapshots",
         "snapshot_writer",
         "follower",
+        "membership",
         "publisher",
         "needed_streams",
         "warm_start",

@@ -36,9 +36,9 @@ from dynbus.spi import (
 )
 
 from .awareness import CacheAwareness, Observation, cache_awareness
-from .event_stream import EventStream, ensure_stream
+from .event_stream import EventStream, ensure_stream, subject_rank
 from .live_index import LiveIndex, Staleness
-from .membership import Instances, live_instances
+from .membership import Group, Instances, live_instances
 from .resync import ResyncPlan, encode_resync
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class IndexFollower(Openable):
         stream: the stream's settings; the defaults for this namespace unless given.
         index, position: where to go on from, of a snapshot; an empty index at the beginning of
             the stream unless given.
+        group: the instances that it follows; it passes over the events of others. None for all.
         background: see `Openable`.
 
     Attributes:
@@ -127,9 +128,11 @@ class IndexFollower(Openable):
         index: RadixIndex | None = None,
         position: Position = Position(),  # noqa: B008 - immutable
         max_blocks: int = DEFAULT_MAX_BLOCKS,
+        group: Group | None = None,
         background: Background | None = None,
     ) -> None:
         super().__init__(background)
+        self._group = group
         self._connection = connection
         self.namespace = check_token("namespace", namespace)
         self.component = check_token("component", component)
@@ -333,6 +336,10 @@ class IndexFollower(Openable):
     def _apply(self, message: StoredMessage) -> None:
         self.position = Position(message.sequence, self.position.created)
         self._behind = message.pending
+        if self._group is not None:
+            rank = subject_rank(message.subject)
+            if rank is not None and not self._group.has(rank.instance):
+                return
         self._live.apply(message, monotonic(), unix_time(), is_live=self._caught_up)
 
     def _note_caught_up(self) -> None:

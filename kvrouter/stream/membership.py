@@ -4,8 +4,11 @@ those that send no events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Set
-from typing import Final, TypeAlias
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from functools import lru_cache
+from typing import Final, NamedTuple, TypeAlias
+from zlib import crc32
 
 from dynbus import Runtime
 from dynbus.kvrouter.radix.index import Rank
@@ -24,6 +27,57 @@ one sends a digest every 10 s."""
 
 Instances: TypeAlias = Callable[[], Collection[str] | None]
 """The ids of the instances that have a lease; None while that is not known."""
+
+
+class Group(NamedTuple):
+    """A part of a component's instances: those whose ids fall to one of some equal shares.
+
+    Attributes:
+        number: from 0 to `of` - 1.
+        of: how many groups there are.
+    """
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    def has(self, instance: str) -> bool:
+        return _share(instance, self.of) == self.number
+
+
+@lru_cache(maxsize=65_536)
+def _share(instance: str, count: int) -> int:
+    return crc32(instance.encode()) % count
+
+
+def free_group(taken: Iterable[Group], count: int, turn: int = 0) -> Group:
+    """The group of so many for one more router: one of those that the fewest have.
+
+    Args:
+        taken: that of each router that is there.
+        turn: which of those, for routers that begin at once and do not see each other yet.
+    """
+    routers = Counter(taken)
+    groups = [Group(number, count) for number in range(count)]
+    fewest = min(routers[group] for group in groups)
+    free = [group for group in groups if routers[group] == fewest]
+    return free[turn % count % len(free)]
+
+
+def better_group(own: Group, router: str, others: Mapping[str, Group]) -> Group | None:
+    """The group to which a router had better change, so that no two groups differ by more than one
+    router; None while it stays. Of a group with too many, the last by its id changes.
+
+    Args:
+        router: its own id.
+        others: the groups of the other routers, by id.
+    """
+    free = free_group(others.values(), own.of)
+    beside = [one for one, group in others.items() if group == own]
+    fewest = sum(group == free for group in others.values())
+    return free if len(beside) > fewest and router > max(beside) else None
 
 
 class Membership:
@@ -112,9 +166,15 @@ class Membership:
         return [one for one, since in self._silent.items() if now - since > SILENCE_GRACE]
 
 
-def live_instances(runtime: Runtime, namespace: str, component: str) -> frozenset[str] | None:
+def live_instances(
+    runtime: Runtime, namespace: str, component: str, group: Group | None = None
+) -> frozenset[str] | None:
     """The instances of a component that have a lease, draining ones too; None while discovery
-    has not read them all."""
+    has not read them all.
+
+    Args:
+        group: of those, the ones that are asked for; None for all.
+    """
     discovery = runtime.discovery
     if not discovery.synchronized.is_set():
         return None
@@ -124,4 +184,5 @@ def live_instances(runtime: Runtime, namespace: str, component: str) -> frozense
         instance.id
         for instance in discovery.view.everything()
         if (instance.record.namespace, instance.record.component) == (namespace, component)
+        and (group is None or group.has(instance.id))
     )

@@ -17,7 +17,7 @@ from dynbus.spi import JetStream, NoStream, unix_time
 
 from .event_stream import EventStream
 from .follower import IndexFollower, Position
-from .membership import UNKNOWN_GRACE, Instances, live_instances
+from .membership import UNKNOWN_GRACE, Group, Instances, live_instances
 from .snapshot_writer import SnapshotPlan, SnapshotWriter
 from .snapshots import SnapshotInfo, SnapshotStore
 
@@ -102,8 +102,12 @@ async def warm_follower(
     max_blocks: int = DEFAULT_MAX_BLOCKS,
     store: SnapshotStore | None = None,
     plan: SnapshotPlan | None = None,
+    group: Group | None = None,
 ) -> AsyncGenerator[IndexFollower]:
     """A follower that starts from the newest snapshot and takes its turn in writing them.
+
+    One of a group starts from what a snapshot has of it, and writes none, since a snapshot is of
+    all instances.
 
     Args:
         instances: those that discovery knows unless given.
@@ -122,7 +126,7 @@ async def warm_follower(
     of_discovery = instances is None
     if instances is None:
         runtime.discovery.begin()
-        instances = partial(live_instances, runtime, namespace, component)
+        instances = partial(live_instances, runtime, namespace, component, group)
     start = WarmStart(RadixIndex(max_blocks=max_blocks), Position(), None)
     try:
         start = await warm_index(jetstream, component, store, stream.name, max_blocks=max_blocks)
@@ -137,6 +141,10 @@ async def warm_follower(
             with anyio.move_on_after(LEASES_TIMEOUT):
                 await runtime.discovery.synchronized.wait()
         forget_dead(start, instances(), unix_time())
+    if group is not None:
+        for instance in {rank.instance for rank in start.index.ranks}:
+            if not group.has(instance):
+                start.index.remove_instance(instance)
     background = runtime.bus.background
     follower = IndexFollower(
         runtime.bus.data,
@@ -147,8 +155,13 @@ async def warm_follower(
         index=start.index,
         position=start.position,
         max_blocks=max_blocks,
+        group=group,
         background=background,
     )
+    if group is not None:
+        async with follower:
+            yield follower
+        return
     writer = SnapshotWriter(
         jetstream,
         follower,

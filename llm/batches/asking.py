@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -23,9 +25,11 @@ from dynbus.llm.pipeline.waiting import WaitingChunks
 from dynbus.llm.responses.api import ResponsesApi
 from dynbus.llm.tenants.admission import BYTES_OF_TOKEN, Admission
 from dynbus.llm.tenants.usage import Tokens, UsageEntry
-from dynbus.spi import random_id
+from dynbus.spi import describe_exception, random_id
 
 from .lines import Answer
+
+logger = logging.getLogger(__name__)
 
 APIS: Final[Mapping[str, Api]] = {
     "/v1/chat/completions": CompletionsApi(read_chat),
@@ -74,24 +78,28 @@ class LineAsker:
         Raises:
             TryAgain: nobody can answer it now: an engine was lost, or none is there.
         """
-        used = Usage(0, 0)
+        cost = _Cost()
         try:
             with call_options(timeout=REQUEST_TIMEOUT, priority=LOWEST):
                 if endpoint == EMBEDDINGS:
-                    answer, used = await self._embed(body, name, tenant, admission)
-                else:
-                    asked = APIS[endpoint], body, name, tenant, admission
-                    answer, used = await self._complete(*asked)
-            return answer
+                    return await self._embed(body, name, tenant, admission, cost)
+                asked = APIS[endpoint], body, name, tenant, admission, cost
+                return await self._complete(*asked)
         except DynbusError as error:
             if self._may_go_well(error, body, admission):
+                # What the try that answers it uses is what it costs.
+                cost.used = Usage(0, 0)
                 raise TryAgain(f"{error.code}: {error}") from error
-            api = APIS.get(endpoint)
-            refusal = answer_of(error, name) if api is None else api.refusal(error, name)
-            return Answer(refusal.status, name, msgspec.Raw(refusal.body))
+            return _refused(endpoint, error, name)
+        except Exception as error:
+            # Every other try would end so, too.
+            logger.exception("the line %s failed", name)
+            return _refused(
+                endpoint, DynbusError(f"the line failed: {describe_exception(error)}"), name
+            )
         finally:
             if admission is not None:
-                admission.settle(used)
+                admission.settle(cost.used)
 
     def _may_go_well(self, error: DynbusError, body: bytes, admission: Admission | None) -> bool:
         if isinstance(error, RateLimited) and error.is_budget:
@@ -102,8 +110,14 @@ class LineAsker:
         return not isinstance(error, BadRequest) and status_of(error) in _FOR_NOW
 
     async def _complete(
-        self, api: Api, body: bytes, name: str, tenant: str, admission: Admission | None
-    ) -> tuple[Answer, Usage]:
+        self,
+        api: Api,
+        body: bytes,
+        name: str,
+        tenant: str,
+        admission: Admission | None,
+        cost: _Cost,
+    ) -> Answer:
         # That of batches is lower than any.
         asked: Asked = api.read(without(body, "priority"))
         request = replace(asked.request, priority=LOWEST)
@@ -132,14 +146,17 @@ class LineAsker:
         except BaseException:
             completion.cancel()
             raise
+        finally:
+            if timing.count or completion.usage is not None:
+                pieces = Usage(completion.prompt_bytes // BYTES_OF_TOKEN, timing.count)
+                cost.used = completion.usage or pieces
         if answer is None:
             raise InvalidResponse("the engine gave no answer")
-        used = completion.usage or Usage(completion.prompt_bytes // BYTES_OF_TOKEN, timing.count)
-        return _answered(answer, name, request.model, used)
+        return _answered(answer, name, request.model, cost.used)
 
     async def _embed(
-        self, body: bytes, name: str, tenant: str, admission: Admission | None
-    ) -> tuple[Answer, Usage]:
+        self, body: bytes, name: str, tenant: str, admission: Admission | None, cost: _Cost
+    ) -> Answer:
         data = without(body, "priority")
         request = replace(read_embeddings(data), priority=LOWEST)
         model = await self._models.get(request.model, ModelType.Embedding, ())
@@ -148,16 +165,28 @@ class LineAsker:
         )
         length = len(data) // BYTES_OF_TOKEN
         if admission is not None:
-            usage = prepared.usage
-            await admission.reserve([length if usage is None else usage.prompt], None, 0)
+            await admission.reserve(prepared.prompt_lengths or [length], None, 0)
         answer = await model.embed(prepared)
-        used = prepared.usage or Usage(length, 0)
-        return _answered(answer, name, request.model, used)
+        cost.used = prepared.usage or Usage(length, 0)
+        return _answered(answer, name, request.model, cost.used)
 
 
-def _answered(body: bytes, name: str, model: str, used: Usage) -> tuple[Answer, Usage]:
+def _answered(body: bytes, name: str, model: str, used: Usage) -> Answer:
     entry = UsageEntry(model, "", "", 1, *Tokens.of(used))
-    return Answer(200, name, msgspec.Raw(body), entry), used
+    return Answer(200, name, msgspec.Raw(body), entry)
+
+
+def _refused(endpoint: str, error: DynbusError, name: str) -> Answer:
+    api = APIS.get(endpoint)
+    refusal = answer_of(error, name) if api is None else api.refusal(error, name)
+    return Answer(refusal.status, name, msgspec.Raw(refusal.body))
+
+
+@dataclass(slots=True)
+class _Cost:
+    """The tokens that a line has come to, whatever becomes of it."""
+
+    used: Usage = Usage(0, 0)
 
 
 class _Named(msgspec.Struct):

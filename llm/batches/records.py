@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -112,6 +112,10 @@ class Counts(msgspec.Struct, frozen=True):
     failed: int = 0
 
 
+Written = Literal["output", "error"]
+"""The kinds of files that batches write."""
+
+
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch. Its methods give the batch as it is after what they say has happened; where that
     cannot be any more, the batch as it is.
@@ -158,6 +162,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """True if nothing becomes of it any more."""
         return self.status in ENDED
 
+    def written(self, kind: Written) -> str:
+        """The id of a file that it writes."""
+        return f"file-{self.id.removeprefix('batch_')}-{kind}"
+
     def refused(self, errors: Sequence[LineError], now: int) -> Batch:
         """Its file is not valid."""
         if self.has_ended:
@@ -187,16 +195,27 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, status=Status.FINALIZING, finalizing_at=now)
 
     def ended(
-        self, output: str | None, errors: str | None, usage: Tokens, *, expired: bool, now: int
+        self,
+        output: str | None,
+        errors: str | None,
+        usage: Tokens,
+        *,
+        expired: bool,
+        lost: int = 0,
+        now: int,
     ) -> Batch:
         """Its files are there.
 
         Args:
             expired: whether lines of it were not done in time.
+            lost: lines for whose answers there was no room.
         """
         if self.has_ended:
             return self
         done = replace(self, output_file_id=output, error_file_id=errors, usage=usage)
+        if lost:
+            why = f"there was no room for the answers of {lost} lines: delete files, and ask again"
+            done = replace(done, errors=[LineError(code="storage_full", message=why)])
         if self.status is Status.CANCELLING:
             return replace(done, status=Status.CANCELLED, cancelled_at=now)
         if expired:

@@ -90,7 +90,7 @@ class Batches:
 
         Raises:
             NotThere: its file is not there.
-            BadRequest: it cannot begin.
+            BadRequest: it cannot begin, or there is no room for what it would write.
         """
         file = await self.file(tenant, request.input_file_id)
         now = int(unix_time())
@@ -100,6 +100,7 @@ class Batches:
             raise BadRequest(f"input_file_id: {file.id} {why}", param="input_file_id")
         if len(await self._open(tenant)) >= MAX_OPEN:
             raise _too_many()
+        await self.store.check_room(tenant, file.size)
         batch = Batch(
             id=f"batch_{random_id()}",
             tenant=tenant,

@@ -9,7 +9,7 @@ import base64
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import Final, TypeVar
+from typing import Final, TypeVar, get_args
 
 import anyio
 import msgspec
@@ -35,7 +35,7 @@ from dynbus.spi import (
 )
 
 from .lines import Part, PartSplitter, lines_of
-from .records import KEPT, OUTPUT, PURPOSE, Batch, StoredFile, StoredPart
+from .records import KEPT, OUTPUT, PURPOSE, Batch, StoredFile, StoredPart, Written
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ TRY_TIMEOUT: Final = 5.0
 RETRY_FOR: Final = 60.0
 RETRY_DELAY: Final = 0.25
 CLEANUP_TIMEOUT: Final = 10.0
+ABANDONED_AFTER: Final = 24 * 3600.0
+DROPPING_TIMEOUT: Final = 60.0
 
 FILES: Final = ObjectBucket(
     "dynbus_files",
@@ -75,8 +77,24 @@ RECORDS_STREAM: Final = StreamConfig(
     description="dynbus: batches, and records of their files",
 )
 
+_FULL: Final = "StreamFull"
+"""The code of the error of a bucket that is full."""
+
 T = TypeVar("T")
 R = TypeVar("R", StoredFile, Batch)
+
+
+class StorageFull(BadRequest):
+    """Raised when there is no room for what a file is to hold."""
+
+    def __init__(self, why: str, param: str = "file") -> None:
+        super().__init__(
+            f"there is no room for this {'batch' if param == 'input_file_id' else 'file'}: {why}; "
+            "delete files that are no longer needed",
+            param=param,
+            reason="storage_full",
+            status=413,
+        )
 
 
 def tenant_token(tenant: str) -> str:
@@ -145,7 +163,7 @@ class BatchStore:
             limit: bytes that it may have.
 
         Raises:
-            BadRequest: it is too large, or there is no room for it.
+            BadRequest: it is too large, or there is no room for it (`StorageFull`).
         """
         await self.ensure()
         name, splitter, parts = f"file-{random_id()}", PartSplitter(), list[StoredPart]()
@@ -157,7 +175,7 @@ class BatchStore:
                 # Files that come at the same time share what is left.
                 shares = self._uploads
                 if not shares.reserve(tenant, len(data)):
-                    raise _no_room(f"{shares.taken} of {shares.limit} bytes are taken")
+                    raise StorageFull(f"{shares.taken} of {shares.limit} bytes are taken")
                 _, before = self._coming.get(name, (tenant, 0))
                 self._coming[name] = tenant, before + len(data)
                 parts.append(StoredPart(len(parts), len(data), lines))
@@ -192,11 +210,35 @@ class BatchStore:
             self._coming.pop(name, None)
         return file
 
+    async def check_room(self, tenant: str, size: int) -> None:
+        """Look whether a tenant has room for what one more batch will write.
+
+        Those that have not ended are taken to write as much as they read.
+
+        Args:
+            size: bytes of the file that it reads.
+
+        Raises:
+            StorageFull: it has not.
+        """
+        files = await self._all(f"{SUBJECTS}.*.{FILE}.*", StoredFile)
+        sizes = {file.id: file.size for file in files}
+        shares = fairness.Shares(MAX_STORED - MAX_UPLOADED, fairness.TIMES_FREE)
+        for file in files:
+            if file.purpose == OUTPUT:
+                shares.take(file.tenant, file.size)
+        for batch in await self._all(f"{SUBJECTS}.*.{BATCH}.*", Batch):
+            if not batch.has_ended:
+                shares.take(batch.tenant, sizes.get(batch.input_file_id, 0))
+        if not shares.reserve(tenant, size):
+            why = f"what batches have written and will takes {shares.taken} of {shares.limit} bytes"
+            raise StorageFull(why, "input_file_id")
+
     async def _count_uploads(self, tenant: str) -> None:
         """Look at what tenants have taken of the room of uploads.
 
         Raises:
-            BadRequest: this one has too many files.
+            StorageFull: this one has too many files.
         """
         coming = dict(self._coming)
         files = await self._all(f"{SUBJECTS}.*.{FILE}.*", StoredFile)
@@ -213,11 +255,20 @@ class BatchStore:
         self._uploads = shares
         own = [file for file in files if file.tenant == tenant]
         if _bytes_of(own) > MAX_RECORDS:
-            raise _no_room(f"there are {len(own)} files of yours")
+            raise StorageFull(f"there are {len(own)} files of yours")
 
     async def put_part(self, name: str, number: int, data: bytes) -> None:
-        """Store a part of a file, in place of one of this number."""
-        await self._objects.put(f"{name}.{number}", data)
+        """Store a part of a file, in place of one of this number.
+
+        Raises:
+            StorageFull: there is no room for it.
+        """
+        try:
+            await self._objects.put(f"{name}.{number}", data)
+        except DynbusError as error:
+            if error.code != _FULL:
+                raise
+            raise StorageFull(f"{FILES.name} is full") from None
 
     async def put_file(self, file: StoredFile) -> None:
         """Have a file be there, whose parts are stored."""
@@ -241,6 +292,38 @@ class BatchStore:
         """Have a file be gone."""
         await self._drop(subject_of(file.tenant, FILE, file.id))
         await self._drop_parts(file.id, [part.number for part in file.parts])
+
+    async def drop_abandoned(self, *, older_than: float = ABANDONED_AFTER) -> int:
+        """Drop the parts of files that never came to be there, as their process was killed; returns
+        how many files.
+
+        Args:
+            older_than: seconds since their last part; longer than any upload takes.
+        """
+        await self._objects.drop_abandoned(timeout=DROPPING_TIMEOUT)
+        objects = await self._objects.list_objects(timeout=DROPPING_TIMEOUT)
+        # Only then the records: what ends after its parts were listed has one.
+        batches = await self._all(f"{SUBJECTS}.*.{BATCH}.*", Batch)
+        files = await self._all(f"{SUBJECTS}.*.{FILE}.*", StoredFile)
+        kept = {file.id for file in files}
+        kept.update(
+            batch.written(kind)
+            for batch in batches
+            if not batch.has_ended
+            for kind in get_args(Written)
+        )
+        left: dict[str, list[int]] = {}
+        last: dict[str, float] = {}
+        for one in objects:
+            name, _, number = one.name.rpartition(".")
+            # What is no part was put there by hand.
+            if number.isdecimal() and name not in kept:
+                left.setdefault(name, []).append(int(number))
+                last[name] = max(one.modified, last.get(name, 0.0))
+        old = [name for name, at in last.items() if at <= unix_time() - older_than]
+        for name in old:
+            await self._drop_parts(name, left[name])
+        return len(old)
 
     async def _drop_parts(self, name: str, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -387,12 +470,3 @@ class BatchStore:
 
 def _bytes_of(records: Sequence[StoredFile] | Sequence[Batch]) -> int:
     return sum(len(msgspec.json.encode(one)) for one in records)
-
-
-def _no_room(why: str) -> BadRequest:
-    return BadRequest(
-        f"there is no room for this file: {why}; delete files that are no longer needed",
-        param="file",
-        reason="storage_full",
-        status=413,
-    )

@@ -20,7 +20,7 @@ from dynbus.llm.openai.fields import UNREADABLE, fields_of
 
 from .lines import MAX_LINE_BYTES
 from .records import Batch, BatchRequest, Status, check_endpoint, seconds_of_window
-from .service import Batches
+from .service import Batches, NotThere
 from .store import MAX_UPLOADED
 from .worker import BatchWorker
 
@@ -69,6 +69,12 @@ class FileRun(NamedTuple):
             raise ConfigError(str(error)) from None
         if len({self.file.resolve(), self.output.resolve(), self.errors.resolve()}) < 3:
             raise ConfigError("the file, the output and the errors are to be three files")
+        if self.file.exists() and not self.file.is_file():
+            raise ConfigError(f"{self.file} is no regular file, and is read twice: store it first")
+        for path in (self.output, self.errors):
+            begun = _part_of(path)
+            if begun.resolve() in (self.file.resolve(), self.output.resolve()):
+                raise ConfigError(f"{path} is written as {begun}: call the file otherwise")
         for path in (self.output, self.errors):
             if not path.parent.is_dir():
                 raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
@@ -85,7 +91,8 @@ async def run_file(runtime: Runtime, run: FileRun, tell: Callable[[Batch, str], 
             of its lines have ended ("").
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or changes meanwhile, or another run of it has taken
+            what came of it.
         NoInstances: a model that lines name is not served.
     """
     read = await _read_through(run)
@@ -95,7 +102,8 @@ async def run_file(runtime: Runtime, run: FileRun, tell: Callable[[Batch, str], 
     how = "resumed"
     if batch is None:
         await _wait_for_models(runtime, read.models, run)
-        file = await batches.upload("", run.file.name, _lines(run), limit=MAX_UPLOADED)
+        pieces = _same_lines(run, read.digest)
+        file = await batches.upload("", run.file.name, pieces, limit=MAX_UPLOADED)
         request = BatchRequest(file.id, run.endpoint, run.window, {DIGEST: read.digest})
         batch, how = await batches.create("", request), "begun"
     tell(batch, how)
@@ -109,12 +117,17 @@ async def run_file(runtime: Runtime, run: FileRun, tell: Callable[[Batch, str], 
             counts = batch.counts
             tell(batch, "")
     if batch.status in (Status.COMPLETED, Status.EXPIRED):
-        await _write(batches, batch.output_file_id, run.output)
-        if batch.error_file_id is not None:
-            await _write(batches, batch.error_file_id, run.errors)
-        else:
-            # Of an earlier run.
-            run.errors.unlink(missing_ok=True)
+        try:
+            await _write(batches, batch.output_file_id, run.output)
+            if batch.error_file_id is not None:
+                await _write(batches, batch.error_file_id, run.errors)
+            else:
+                # Of an earlier run.
+                run.errors.unlink(missing_ok=True)
+        except NotThere:
+            raise ConfigError(
+                f"another run of {run.file} has taken what came of it: see where that has written"
+            ) from None
     await _delete(batches, batch)
     return batch
 
@@ -134,7 +147,7 @@ class _Line(msgspec.Struct):
 
 async def _read_through(run: FileRun) -> _Read:
     """Read all of the file once: what it is, and the models that it names."""
-    digest = hashlib.sha256(msgspec.json.encode([run.endpoint, run.model]))
+    digest = hashlib.sha256(_asked_of(run))
     models: set[str] = set()
     async for line in _lines(run):
         digest.update(line)
@@ -146,6 +159,25 @@ async def _read_through(run: FileRun) -> _Read:
         if named:
             models.add(named)
     return _Read(digest.hexdigest(), models)
+
+
+def _asked_of(run: FileRun) -> bytes:
+    """The terms on which its lines are asked, which belong to the digest of the file."""
+    return msgspec.json.encode([run.endpoint, run.model])
+
+
+async def _same_lines(run: FileRun, expected: str) -> AsyncGenerator[bytes]:
+    """The lines of the file, as they were when it was read through.
+
+    Raises:
+        ConfigError: they are others by now.
+    """
+    digest = hashlib.sha256(_asked_of(run))
+    async for line in _lines(run):
+        digest.update(line)
+        yield line
+    if digest.hexdigest() != expected:
+        raise ConfigError(f"{run.file} changes while it is read: run it when it is written")
 
 
 async def _lines(run: FileRun) -> AsyncGenerator[bytes]:
@@ -208,7 +240,7 @@ async def _wait_for_models(runtime: Runtime, models: set[str], run: FileRun) -> 
 
 async def _write(batches: Batches, name: str | None, path: Path) -> None:
     """Write a file that a batch has made; an earlier one of the path is replaced by all of it."""
-    part = path.with_name(f"{path.name}.part")
+    part = _part_of(path)
     try:
         async with await anyio.open_file(part, "wb") as written:
             if name is not None:
@@ -218,11 +250,24 @@ async def _write(batches: Batches, name: str | None, path: Path) -> None:
         os.replace(part, path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _part_of(path: Path) -> Path:
+    """The path at which a file is written until it is whole."""
+    return path.with_name(f"{path.name}.part")
 
 
 async def _delete(batches: Batches, batch: Batch) -> None:
-    for name in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
-        file = None if name is None else await batches.store.file("", name)
-        if file is not None:
-            await batches.store.delete_file(file)
+    """Have all of a batch be gone; until its record is, its outputs can be written once more."""
+    await _delete_file(batches, batch.input_file_id)
     await batches.store.delete_batch(batch)
+    await _delete_file(batches, batch.output_file_id)
+    await _delete_file(batches, batch.error_file_id)
+
+
+async def _delete_file(batches: Batches, name: str | None) -> None:
+    file = None if name is None else await batches.store.file("", name)
+    if file is not None:
+        await batches.store.delete_file(file)

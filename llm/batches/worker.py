@@ -45,7 +45,7 @@ from dynbus.llm.tenants.limits import NO_LIMITS, Limits, quotas_of
 from dynbus.llm.tenants.recording import store
 from dynbus.llm.tenants.records import counting_grants
 from dynbus.llm.tenants.usage import Tokens, UsageEntry, UsageRecord, by_model, usage_subject
-from dynbus.spi import ComponentName, Grant, NoObject, unix_time
+from dynbus.spi import ComponentName, Grant, NoObject, Work, monotonic, unix_time
 
 from .asking import LineAsker
 from .lines import (
@@ -58,8 +58,8 @@ from .lines import (
     read_line,
     told_line,
 )
-from .records import KEPT, OUTPUT, Batch, Status, StoredFile, StoredPart
-from .store import BatchStore, batch_grants
+from .records import KEPT, OUTPUT, Batch, Status, StoredFile, StoredPart, Written
+from .store import BatchStore, StorageFull, batch_grants
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,10 @@ RESULTS_KEPT: Final = 6 * 3600.0
 LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks at whether a batch is cancelled, or its time over."""
 RETRY_DELAY: Final = 0.25
+ROOM_PATIENCE: Final = 600.0
+"""Seconds for which a batch waits for room for its answers. What other batches have written may be
+deleted, and then these are not asked in vain."""
+ROOM_INTERVAL: Final = 5.0
 
 
 FOR_GOOD: Final = (
@@ -150,6 +154,7 @@ class Done(msgspec.Struct, frozen=True):
         output, errors: bytes of each.
         expired: lines among those that failed that were not done in time.
         usage: of those that are completed, an entry for each model.
+        lost: lines among those that failed for whose answers there was no room.
     """
 
     completed: int
@@ -158,6 +163,7 @@ class Done(msgspec.Struct, frozen=True):
     errors: int
     expired: int
     usage: list[UsageEntry]
+    lost: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +188,7 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
         self._places = anyio.Semaphore(options.concurrency)
         self._exits = AsyncExitStack()
         self._lent: Models | None = None
+        self._dropping: Work | None = None
 
     @classmethod
     def __dynbus_grants__(cls, address: ComponentName, namespaces: Sequence[str]) -> list[Grant]:
@@ -203,10 +210,25 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
             self._store = BatchStore(self.runtime.bus.data.jetstream)
             await self._store.ensure()
             self._exits = exits.pop_all()
+        # A bucket may have gibibytes, and lines do not wait for it.
+        self._dropping = self.runtime.bus.background.start(
+            self._drop_abandoned, name=f"what uploads have left, for {self.instance_id}"
+        )
 
     async def on_stop(self) -> None:
         with anyio.CancelScope(shield=True):
+            if self._dropping is not None:
+                await self._dropping.end()
             await self._exits.aclose()
+
+    async def _drop_abandoned(self) -> None:
+        try:
+            files = await self._store.drop_abandoned()
+        except DynbusError as error:
+            logger.warning("what uploads that broke off have left was not looked for: %s", error)
+        else:
+            if files:
+                logger.info("what %d uploads that broke off had left was dropped", files)
 
     # Lines -------------------------------------------------------------------------------------
 
@@ -278,10 +300,10 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
         now = await step("end", _time)
         output = await run.assemble("output", [one.output for one in done], now)
         errors = await run.assemble("error", [one.errors for one in done], now)
-        expired = any(one.expired for one in done)
+        expired, lost = any(one.expired for one in done), sum(one.lost for one in done)
         usage = await run.write_usage([entry for one in done for entry in one.usage], now)
         return await self._change(
-            name, lambda one: one.ended(output, errors, usage, expired=expired, now=now)
+            name, lambda one: one.ended(output, errors, usage, expired=expired, lost=lost, now=now)
         )
 
     async def _change(self, name: BatchName, change: Callable[[Batch], Batch]) -> str:
@@ -317,6 +339,7 @@ class BatchRun:
         # Why no more lines are asked; None while they are.
         self._stopped: NoAnswer | None = None
         self._completed = self._failed = 0
+        self._waits_for_room = False
         self._submitting = anyio.Semaphore(SUBMITTED_AT_ONCE)
 
     def __repr__(self) -> str:
@@ -434,11 +457,34 @@ class BatchRun:
             if isinstance(answer, Answer) and answer.used is not None:
                 used.append(answer.used)
         output, errors = b"".join(written[True]), b"".join(written[False])
-        for kind, data in (("output", output), ("error", errors)):
-            if data:
-                await self._store.put_part(self._written(kind), place, data)
+        kinds: dict[Written, bytes] = {"output": output, "error": errors}
+        try:
+            for kind, data in kinds.items():
+                if data:
+                    await self._keep(kind, place, data)
+        except StorageFull as error:
+            logger.error("answers of the batch %s are lost: %s", self._batch.id, error)
+            return Done(0, chunk.size, 0, 0, expired, [], chunk.size)
         counts = len(written[True]), len(written[False]), len(output), len(errors)
         return Done(*counts, expired, by_model(used))
+
+    async def _keep(self, kind: Written, place: int, data: bytes) -> None:
+        """Store what comes of a chunk, once there is room.
+
+        Raises:
+            StorageFull: there is none for long, or the batch is to end.
+        """
+        end = monotonic() + ROOM_PATIENCE
+        while True:
+            try:
+                return await self._store.put_part(self._batch.written(kind), place, data)
+            except StorageFull as error:
+                if self._stopped is not None or monotonic() >= end:
+                    raise
+                if not self._waits_for_room:
+                    self._waits_for_room = True
+                    logger.warning("the batch %s waits: %s", self._batch.id, error)
+            await anyio.sleep(ROOM_INTERVAL)
 
     async def _answer(self, name: LineName) -> Answer | NoAnswer:
         """The answer to a line, or why there is none."""
@@ -491,11 +537,7 @@ class BatchRun:
 
     # Files -------------------------------------------------------------------------------------
 
-    def _written(self, kind: str) -> str:
-        """The id of a file that it writes."""
-        return f"file-{self._batch.id.removeprefix('batch_')}-{kind}"
-
-    async def assemble(self, kind: str, sizes: Sequence[int], now: int) -> str | None:
+    async def assemble(self, kind: Written, sizes: Sequence[int], now: int) -> str | None:
         """Have a file be there that consists of what the chunks have stored; its id, None where
         they have stored nothing.
 
@@ -506,7 +548,7 @@ class BatchRun:
         if not parts:
             return None
         file = StoredFile(
-            id=self._written(kind),
+            id=self._batch.written(kind),
             tenant=self._batch.tenant,
             filename=f"{self._batch.id}_{kind}.jsonl",
             purpose=OUTPUT,

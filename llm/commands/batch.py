@@ -52,7 +52,11 @@ def batch() -> None:
     help="Requests at a time; 0 leaves them to workers of batches elsewhere.",
 )
 @click.option(
-    "--wait", default=10.0, show_default=True, help="Seconds to wait for models that are named."
+    "--wait",
+    type=terminal.number(0),
+    default=10.0,
+    show_default=True,
+    help="Seconds to wait for models that are named.",
 )
 @terminal.nats_option
 def run(

@@ -240,10 +240,14 @@ def ls(as_json: bool, nats: str | None) -> None:
 
 
 def _row(key: StoredKey, view: TenantView, now: float) -> tuple[str, ...]:
-    from dynbus.llm.tenants.keys import key_id
+    from dynbus.llm.tenants.keys import ALL_TENANTS, key_id
 
     record = key.record
-    limits = view.limits_of(record.tenant)
+    limits = "-"
+    if (own := view.limits_of(record.tenant)) is not None:
+        limits = _stated(own)
+    elif (of_all := view.limits_of(ALL_TENANTS)) is not None:
+        limits = f"those of {ALL_TENANTS}: {_stated(of_all)}"
     return (
         key_id(key.hash),
         terminal.plain(record.tenant),
@@ -252,7 +256,7 @@ def _row(key: StoredKey, view: TenantView, now: float) -> tuple[str, ...]:
         terminal.duration(now - record.created),
         _end(record.expires, now),
         terminal.plain(str(record.limits)) if record.limits is not None else "-",
-        terminal.plain(_stated(limits)) if limits is not None else "-",
+        terminal.plain(limits),
     )
 
 

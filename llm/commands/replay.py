@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,21 +24,46 @@ _HELP: Final = """Simulate a fleet of mock engines on a trace, with one policy a
     \b
     dynbus lab replay trace.jsonl --instances 8 --policy round_robin,dynamo,kv --speed 4
     dynbus lab replay trace.jsonl --policy dynamo,my_costs:cost --plot ttft.svg
+    dynbus lab replay trace.jsonl --kill 60 --scale 300=12 --cold-start 45
     """
 
 
-def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a path where no SVG can be written, before minutes of simulation."""
-    if path is None:
-        return None
-    if path.suffix.lower() != ".svg":
-        raise click.BadParameter(f"{path} is no SVG file: the plot is SVG, give a name in .svg")
-    folder = path.parent
-    if not folder.is_dir():
-        raise click.BadParameter(f"there is no folder {folder}: make it, or choose another one")
-    if not os.access(folder, os.W_OK):
-        raise click.BadParameter(f"nothing can be written in {folder}: choose another folder")
-    return path
+MOST_SECONDS: Final = 1e9
+MOST_INSTANCES: Final = 100_000
+"""Of `--kill` and `--scale`."""
+
+
+class TimedCount(click.ParamType[tuple[float, int]]):
+    """A number of instances from a time on, as SECONDS=N."""
+
+    name = "seconds=n"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, int]:
+        at, _, count = str(value).partition("=")
+        try:
+            seconds, instances = float(at), int(count)
+        except ValueError:
+            seconds, instances = math.nan, 0
+        if not (0.0 <= seconds <= MOST_SECONDS and 0 <= instances <= MOST_INSTANCES):
+            self.fail(
+                f"{value!r}: give seconds and up to {MOST_INSTANCES:,} instances, as in 60=12",
+                *(param, ctx),
+            )
+        return seconds, instances
+
+
+speed_option: Final = click.option(
+    "--speed",
+    type=terminal.number(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="How many times faster requests arrive than in the trace.",
+)
+limit_option: Final = click.option(
+    "--limit", type=click.IntRange(1), help="Only so many of the first requests."
+)
 
 
 @click.command(help=_HELP, epilog=terminal.EXIT_CODES)
@@ -52,14 +77,39 @@ def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Pat
     metavar="NAME[,NAME...]",
     help="The policies to compare.",
 )
+@speed_option
+@limit_option
 @click.option(
-    "--speed",
-    type=terminal.number(0, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="How many times faster requests arrive than in the trace.",
+    "--kill",
+    "kills",
+    type=terminal.number(0, MOST_SECONDS),
+    multiple=True,
+    metavar="SECONDS",
+    help="An instance dies so long after the first arrival, and another is started; repeatable.",
 )
-@click.option("--limit", type=click.IntRange(1), help="Only so many of the first requests.")
+@click.option(
+    "--scale",
+    "scales",
+    type=TimedCount(),
+    multiple=True,
+    metavar="SECONDS=N",
+    help="So long after the first arrival there are to be N instances; repeatable.",
+)
+@click.option(
+    "--cold-start",
+    type=terminal.number(0),
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="From the start of an instance, for --kill and --scale, until it serves.",
+)
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Engines that take the time of this one, of dynbus profile, and have its sizes unless "
+    "others are given.",
+)
 @flags(MockSize, only=("block_size", "blocks", "max_num_seqs", "max_num_batched_tokens"))
 @click.option(
     "--event-delay",
@@ -80,8 +130,9 @@ def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Pat
     "--plot",
     "plot_path",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    callback=_check_plot,
-    help="Write the times to the first token as an SVG image, a file named .svg.",
+    callback=terminal.check_plot,
+    help="Write the times to the first token as an SVG image, a file named .svg. A terminal shows "
+    "them in any case; - prints that elsewhere, too.",
 )
 @terminal.json_option
 def replay(
@@ -90,6 +141,10 @@ def replay(
     policies: str,
     speed: float,
     limit: int | None,
+    kills: tuple[float, ...],
+    scales: tuple[tuple[float, int], ...],
+    cold_start: float,
+    profile_path: Path | None,
     event_delay: float,
     seed: int,
     slo_ttft: float,
@@ -99,19 +154,31 @@ def replay(
     **engine: Any,
 ) -> None:
     from dynbus import DynbusError
-    from dynbus.llm.mock.engine import MockConfig
     from dynbus.llm.replay import Objective, Simulation
+    from dynbus.llm.replay.scaled import Fault
 
     from .policies import policy_names
-    from .replaying import print_reports, replay_trace, write_plot
+    from .replaying import mock_config, print_reports, replay_trace, ttft_bars, write_plot
 
     try:
         objective = Objective(slo_ttft / 1000.0, slo_itl / 1000.0)
-        config = MockConfig(**engine)
+        config = mock_config(profile_path, engine)
         simulation = Simulation(
             instances, config, speed=speed, event_delay=event_delay / 1000.0, seed=seed
         )
-        replays = replay_trace(trace, simulation, policy_names(policies), objective, limit=limit)
+        faults = [
+            *(Fault("dies", at) for at in kills),
+            *(Fault("hand", at, instances=count) for at, count in scales),
+        ]
+        replays = replay_trace(
+            trace,
+            simulation,
+            policy_names(policies),
+            objective,
+            limit=limit,
+            faults=faults,
+            cold_start=cold_start,
+        )
     except DynbusError:
         raise
     except (OSError, ValueError) as error:
@@ -121,7 +188,10 @@ def replay(
         terminal.print_json([report.as_json() for report in reports])
     else:
         print_reports(reports)
-    if plot_path is not None:
+        terminal.print_bars(
+            "Times to the first token", ttft_bars(replays), always=plot_path == terminal.TO_TERMINAL
+        )
+    if plot_path is not None and plot_path != terminal.TO_TERMINAL:
         try:
             write_plot(plot_path, replays)
         except OSError as error:

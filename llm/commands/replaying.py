@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Protocol
 
+import click
 import numpy as np
+from click.core import ParameterSource
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
+from dynbus import ConfigError
+from dynbus.kvrouter import COST_FUNCTIONS
+from dynbus.llm.mock.engine import MockConfig, MockSize
+from dynbus.llm.mock.profile import read_profile
 from dynbus.llm.replay.plot import plot_ttft
 from dynbus.llm.replay.report import Objective, Report, summarize, ttft_seconds
+from dynbus.llm.replay.scaled import Fault, ScaledFleet
 from dynbus.llm.replay.simulation import Simulation
 from dynbus.llm.replay.trace import Trace, read_trace
-from dynbus.spi import terminal
+from dynbus.spi import suggestion, terminal
+
+from .progress import progress_bar, show
 
 
 class Replay(NamedTuple):
@@ -41,8 +44,14 @@ def replay_trace(
     objective: Objective,
     *,
     limit: int | None = None,
+    faults: Sequence[Fault] = (),
+    cold_start: float = 0.0,
 ) -> list[Replay]:
     """Replay a trace with each policy, with a progress bar on standard error.
+
+    Args:
+        faults: what happens to the fleet meanwhile.
+        cold_start: seconds until an instance serves that is started for them.
 
     Raises:
         ConfigError: there is no such policy, or it returns no costs.
@@ -54,30 +63,250 @@ def replay_trace(
         # What is not known is said before anything is simulated.
         simulation.config(policy)
     replays: list[Replay] = []
-    with _progress_bar() as bar:
+    with progress_bar() as bar:
         reading = bar.add_task("reading", total=limit)
         trace = read_trace(
             path,
             block_size=simulation.engine.block_size,
             limit=limit,
-            progress=partial(_show, bar, reading),
+            progress=partial(show, bar, reading),
         )
         bar.update(reading, completed=len(trace.requests), total=len(trace.requests))
-        _check_room(trace, path, simulation)
+        check_room(trace, path, simulation.engine)
         for policy in policies:
             task = bar.add_task(terminal.plain(policy), total=len(trace.requests))
-            result = simulation.run(trace, policy, progress=partial(_show, bar, task))
+            progress = partial(show, bar, task)
+            if faults:
+                simulation.check(trace)
+                fleet = ScaledFleet(simulation, policy, None, cold_start=cold_start, faults=faults)
+                scaled = fleet.run(trace, progress=progress)
+                result = scaled.replay
+                for fault in scaled.missed:
+                    click.echo(
+                        f"{policy}: --kill {fault.at:g} met no instance with requests", err=True
+                    )
+            else:
+                result = simulation.run(trace, policy, progress=progress)
             bar.update(task, completed=len(trace.requests))
             report = summarize(policy, result, objective=objective)
             replays.append(Replay(report, ttft_seconds(result.requests)))
     return replays
 
 
-def _check_room(trace: Trace, path: Path, simulation: Simulation) -> None:
-    engine = simulation.engine
+class FleetOnRecord(Protocol):
+    """The instances that requests of a flight could go to; see `dynbus.fleets` in recordings."""
+
+    @property
+    def target(self) -> str: ...
+    @property
+    def began(self) -> float: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def blocks(self) -> int | None: ...
+    @property
+    def max_batched_tokens(self) -> int | None: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def offered(self) -> Sequence[tuple[float, Sequence[str]]]: ...
+
+
+class FleetChanges(Protocol):
+    """The ways in which a simulated fleet is another one than that on record, likewise."""
+
+    @property
+    def added(self) -> int: ...
+    @property
+    def kills(self) -> Sequence[tuple[str, float]]: ...
+    @property
+    def scales(self) -> Sequence[tuple[str, float, int]]: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def cold_start(self) -> float: ...
+
+
+class RecordedFleetReplay:
+    """The requests of a flight on a simulated fleet, as it was on record and as it might have been.
+
+    Instances come and go as they were offered on record; one that went finishes what it has.
+
+    Args:
+        lines: the requests, as `read_trace` reads them.
+        profile: a file of `dynbus profile` with the times of engines; None for those of mocks.
+
+    Raises:
+        ConfigError: a change is of what was not there, or the policy on record has no name.
+        ValueError: a request does not fit into an engine.
+    """
+
+    def __init__(
+        self,
+        lines: Iterable[str],
+        fleet: FleetOnRecord,
+        changes: FleetChanges,
+        profile: Path | None,
+    ) -> None:
+        self._names = list(fleet.offered[0][1])
+        policy = fleet.policy if fleet.policy in COST_FUNCTIONS else changes.policy
+        if not policy:
+            raise ConfigError(
+                f"the policy of routers to {fleet.target} is none of dynbus's own, and a file runs "
+                "no code: give one by --set policy="
+            )
+        if policy != fleet.policy:
+            terminal.notice(
+                f"the policy on record is none of dynbus's own: both sides go by {policy}"
+            )
+        # Refused before anything is simulated.
+        before, after = faults_on_record(fleet), changed_faults(fleet, changes)
+        simulation = Simulation(max(1, len(self._names)), _engine_of(fleet, profile))
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.jsonl"
+            with path.open("w") as file:
+                file.writelines(f"{line}\n" for line in lines)
+            trace = read_trace(path, block_size=simulation.engine.block_size)
+            check_room(trace, path, simulation.engine)
+        self.sides = [
+            self._side("on record", trace, simulation, policy, before, 0.0),
+            self._side(
+                "changed",
+                trace,
+                replace(simulation, instances=simulation.instances + changes.added),
+                changes.policy or policy,
+                after,
+                changes.cold_start,
+            ),
+        ]
+
+    def _side(
+        self,
+        title: str,
+        trace: Trace,
+        simulation: Simulation,
+        policy: str,
+        faults: Sequence[Fault],
+        cold_start: float,
+    ) -> Replay:
+        simulation.check(trace)
+        fleet = ScaledFleet(
+            simulation, policy, None, cold_start=cold_start, faults=faults, names=self._names
+        )
+        result = fleet.run(trace)
+        for fault in result.missed:
+            terminal.notice(f"--kill {fault.instance}: it had no requests then")
+        report = summarize(title, result.replay, objective=Objective())
+        return Replay(report, ttft_seconds(result.requests))
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The figures of both sides; each has its name as `policy`."""
+        return [each.report.as_json() for each in self.sides]
+
+    def print_sides(self, plot: Path | None) -> None:
+        """Print the figures of both sides, and plot them, in a terminal or as SVG."""
+        print_reports([each.report for each in self.sides])
+        to_terminal = plot == terminal.TO_TERMINAL
+        terminal.print_bars("Times to the first token", ttft_bars(self.sides), always=to_terminal)
+        if plot is not None and not to_terminal:
+            write_plot(plot, self.sides)
+
+
+def faults_on_record(fleet: FleetOnRecord, added: int = 0, cold_start: float = 0.0) -> list[Fault]:
+    """The changes of how many instances there were, after the first request.
+
+    Args:
+        cold_start: seconds by which those that came are started before they served.
+    """
+    faults: list[Fault] = []
+    for (_, before), (at, names) in pairwise(fleet.offered):
+        ahead = cold_start if len(names) > len(before) else 0.0
+        since = max(0.0, at - fleet.began - ahead)
+        faults.append(Fault("hand", since, instances=len(names) + added))
+    return sorted(faults, key=lambda fault: fault.at)
+
+
+def changed_faults(fleet: FleetOnRecord, changes: FleetChanges) -> list[Fault]:
+    """The same with these changes.
+
+    Raises:
+        ConfigError: an instance or a component is not that on record, or a time before it.
+    """
+    first, component = fleet.offered[0][1], fleet.target.rpartition(".")[2]
+    faults = faults_on_record(fleet, changes.added, changes.cold_start)
+    for name, at, count in sorted(changes.scales, key=itemgetter(1)):
+        if name != component:
+            raise ConfigError(f"--scale {name}: the requests on record are to {component}")
+        since = _since(fleet, "--scale", at)
+        faults = [each for each in faults if each.at < since]
+        faults.append(Fault("hand", since, instances=count))
+    for name, at in changes.kills:
+        if name not in first:
+            raise ConfigError(
+                f"--kill {name}: it was not there when the requests began"
+                f"{suggestion(name, first)}: there were {', '.join(first)}"
+            )
+        faults.append(Fault("dies", _since(fleet, "--kill", at), instance=name))
+    return faults
+
+
+def _since(fleet: FleetOnRecord, option: str, at: float) -> float:
+    if at < fleet.began:
+        raise ConfigError(
+            f"{option}: {terminal.utc_time(at)} is before the first request on record, which came "
+            f"at {terminal.utc_time(fleet.began)}"
+        )
+    return at - fleet.began
+
+
+def _engine_of(fleet: FleetOnRecord, profile: Path | None) -> MockConfig:
+    """An engine as large as those on record, or as that of a profile."""
+    if profile is not None:
+        played = read_profile(profile)
+        return MockConfig(**played.size(), timing=played.timing())
+    mock = MockSize()
+    batched = fleet.max_batched_tokens or mock.max_num_batched_tokens
+    return MockConfig(
+        block_size=fleet.block_size,
+        blocks=fleet.blocks or mock.blocks,
+        max_num_seqs=min(mock.max_num_seqs, batched),
+        max_num_batched_tokens=batched,
+    )
+
+
+def mock_config(profile: Path | None, size: Mapping[str, Any]) -> MockConfig:
+    """The configuration of mock engines.
+
+    Args:
+        profile: the file whose times and sizes they have; None for those of a mock.
+        size: options of the command that runs, which go before the profile's where they are given.
+
+    Raises:
+        ConfigError: a value is not usable, or the profile cannot be read.
+        OutsideProfile: a size is beyond what the profile was fitted to.
+    """
+    if profile is None:
+        return MockConfig(**size)
+    ctx = click.get_current_context()
+    played = read_profile(profile)
+    given = {
+        name: value
+        for name, value in size.items()
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    return MockConfig(**played.size(**given), timing=played.timing())
+
+
+def check_room(trace: Trace, path: Path, engine: MockConfig) -> None:
+    """Check that each request fits into an engine, alone.
+
+    Raises:
+        ValueError: one does not, and which option to change.
+    """
     # The last token is never computed.
     needs = [one.prompt_tokens + one.output_tokens - 1 for one in trace.requests]
     room = (engine.blocks - engine.headroom) * engine.block_size
+    context = engine.limits.context_length
     for request, needed in zip(trace.requests, needs, strict=True):
         if needed > room:
             enough = -(-max(needs) // engine.block_size) + engine.headroom
@@ -86,22 +315,22 @@ def _check_room(trace: Trace, path: Path, simulation: Simulation) -> None:
                 f"--blocks {engine.blocks} of {engine.block_size} tokens hold {room}: give "
                 f"--blocks {enough} or more"
             )
+        if needed + 1 > context:
+            raise ValueError(
+                f"{path}, line {request.line}: the request and its output have {needed + 1} "
+                f"tokens, and the profile was fitted to requests of {context}: profile the engine "
+                f"with --context {max(needs) + 1}"
+            )
 
 
-def _show(bar: Progress, task: TaskID, done: int) -> None:
-    bar.update(task, completed=done)
-
-
-def _progress_bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
+def ttft_bars(replays: Sequence[Replay]) -> list[tuple[str, float, str]]:
+    """The bars of percentiles of the times to the first token, of all policies."""
+    return [
+        (f"p{part}  {each.report.policy}", seconds, f"{1000 * seconds:,.0f} ms")
+        for part in (50, 90, 95, 99)
+        for each in replays
+        for seconds in (float(np.percentile(each.ttft, part)),)
+    ]
 
 
 def write_plot(path: Path, replays: Sequence[Replay]) -> None:

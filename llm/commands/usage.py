@@ -82,7 +82,7 @@ def usage(
     if last <= first:
         end = "now" if until is None else "--until"
         raise ConfigError(f"--since is not before {end}: there is nothing between")
-    of = check_tenant(tenant) if tenant else ""
+    of = "" if tenant is None else check_tenant(tenant)
     hours = terminal.at_server(
         nats, "dynbus-usage", lambda one: read_usage(one.jetstream, first, last, tenant=of)
     )

@@ -32,7 +32,12 @@ from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.engine.worker import LONGEST_PREFILL
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.hand_over.messages import Offer, OfferAnswer, Prefilled, PrefillRequest
-from dynbus.llm.hand_over.observing import HandOverFigures, HandOverWatch, TransferSpans
+from dynbus.llm.hand_over.observing import (
+    HandOverEvents,
+    HandOverFigures,
+    HandOverWatch,
+    TransferSpans,
+)
 from dynbus.llm.hand_over.part_reader import LeasedPartReader
 from dynbus.llm.hand_over.sink import Limits, Sink
 from dynbus.llm.hand_over.source import Leases, Source
@@ -264,6 +269,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
             self._running(),
             Leases.of(self._mover, self._settling),
             self.figures,
+            events=HandOverEvents(self.runtime.bus, role.instance.name),
             instance=role.instance.id,
             lease=self.hand_over_limits.lease,
             model=self.served.fingerprint,
@@ -347,7 +353,14 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
                 instance=self._control.instance_id,
                 model=self.served.fingerprint,
             )
-            sink = Sink(runner, runtime.background, spans, remote, avoids=self.verification.avoids)
+            sink = Sink(
+                runner,
+                runtime.background,
+                spans,
+                remote,
+                events=HandOverEvents(runtime.bus, name),
+                avoids=self.verification.avoids,
+            )
             ended = asyncio.Event()
             try:
                 self.sink = self._decodes = sink

@@ -47,11 +47,13 @@ class BlockManager:
         self.is_traced = False
         self.pins = 0
         self._prefix_caching = prefix_caching
-        self._unused = list(range(blocks - 1, -1, -1))
+        # Those that were in use and are not; from `_touched` on none ever was.
+        self._unused: list[int] = []
+        self._touched = 0
         # Cached blocks by sequence hash; by id the hash, and how many requests and holds use it.
         self._cached: dict[int, int] = {}
-        self._hashes: list[int | None] = [None] * blocks
-        self._uses = [0] * blocks
+        self._hashes: list[int | None] = []
+        self._uses: list[int] = []
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._events: list[KvEvent] = []
         self._evicted: list[int] = []
@@ -65,7 +67,7 @@ class BlockManager:
     @property
     def free(self) -> int:
         """Blocks that a request can have, those included that must be evicted for it."""
-        return len(self._unused) + len(self._idle)
+        return self.blocks - self._touched + len(self._unused) + len(self._idle)
 
     @property
     def active(self) -> int:
@@ -117,9 +119,11 @@ class BlockManager:
         if wanted <= 0:
             return True
         unused = self._unused
-        evictions = wanted - len(unused)
+        evictions = wanted - len(unused) - (self.blocks - self._touched)
         if evictions > len(self._idle):
             return False
+        if wanted > len(unused) and self._touched < self.blocks:
+            self._touch(wanted - len(unused))
         if evictions > 0:
             self._evict(evictions)
         # The block that was used last is the likeliest to be in the processor's cache.
@@ -130,6 +134,14 @@ class BlockManager:
         for block in taken:
             uses[block] = 1
         return True
+
+    def _touch(self, count: int) -> None:
+        """Have so many blocks that were never in use for the last ones of `_unused`, or all."""
+        begin, end = self._touched, min(self.blocks, self._touched + count)
+        self._unused[:0] = range(end - 1, begin - 1, -1)
+        self._hashes += [None] * (end - begin)
+        self._uses += [0] * (end - begin)
+        self._touched = end
 
     def _evict(self, count: int) -> None:
         pop, hashes, cached = self._idle.popitem, self._hashes, self._cached

@@ -209,6 +209,7 @@ class EngineWorker(Actor, abstract=True):
             profiles.TOTAL_BLOCKS_KEY: str(limits.blocks),
             profiles.MAX_BATCHED_TOKENS_KEY: str(limits.max_num_batched_tokens),
             profiles.EVENTS_KEY: "true" if limits.has_events else "false",
+            profiles.CONTEXT_KEY: str(limits.context_length),
         }
 
     def _kept_for(self) -> float | None:

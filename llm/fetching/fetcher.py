@@ -144,7 +144,10 @@ class PublicFetcher:
             data, location = await self._get(place, most)
             if location is None:
                 return data
-            url, before = urljoin(url, location), place
+            try:
+                url, before = urljoin(url, location), place
+            except ValueError:
+                raise _Refused("its URL redirects to what is no URL") from None
         raise _Refused(f"its URL redirects more than {self._rules.redirects} times")
 
     async def _get(self, place: _Place, most: int) -> tuple[bytes, str | None]:

@@ -1,4 +1,5 @@
-"""Hand-overs as operators see them: figures in the status of the process, metrics, and spans."""
+"""Hand-overs as operators see them: figures in the status of the process, metrics, spans, and what
+became of each in the flight."""
 
 from __future__ import annotations
 
@@ -168,6 +169,77 @@ def _readings(metrics: Metrics) -> dict[str, Readings]:
             "disaggregated.held", "{prompt}", "Prompts that are held for others to read."
         ),
     }
+
+
+class HandOverEvents:
+    """Has in the flight of an instance's namespace what became of each hand-over.
+
+    Args:
+        bus: None to record nothing.
+    """
+
+    def __init__(self, bus: Bus | None, name: InstanceName) -> None:
+        self._flight = None if bus is None else bus.flight
+        self._name = name
+
+    def ended(
+        self,
+        request_id: str,
+        source: str,
+        kind: Literal["prefill", "cache"],
+        *,
+        why: str,
+        error: str,
+        began: float,
+        answered: float,
+        read: float,
+        blocks: int,
+        size: int,
+        lacking: int,
+    ) -> None:
+        """The engine goes on with a prompt that was to come from elsewhere.
+
+        Args:
+            source: the instance that had it; empty where none is known.
+            kind: whether that computed it, or had it in its cache.
+            why: the reason for which the rest is computed here; empty where all came.
+            error: the code of what ended it; empty for none.
+            began, answered, read: when the source was asked and had answered first, and when the
+                last blocks were read, on the monotonic clock; 0 for never.
+            blocks, size: that came, and their bytes.
+            lacking: tokens that did not come, and are computed here.
+        """
+        if self._flight is None or why in NOT_COUNTED:
+            return
+        details: dict[str, str | int | float] = {"kind": kind, "blocks": blocks, "bytes": size}
+        details["seconds"] = round(monotonic() - began, 4) if began else 0.0
+        if source:
+            details["source"] = source
+        for name, at in (("answered", answered), ("read", read)):
+            if at:
+                details[name] = round(at - began, 4)
+        if why:
+            details["why"] = why
+            details["computed_here"] = lacking
+        if error:
+            details["error"] = error
+        if why:
+            self._note("hand_over.failed", request_id, details)
+        else:
+            flight, who = self._flight, self._name
+            flight.note_request(who.namespace, "hand_over.done", str(who), request_id, details)
+
+    def given_up(self, request_id: str, source: str, blocks: int) -> None:
+        """A transfer was given up that may still write into so many blocks."""
+        self._note("hand_over.given_up", request_id, {"source": source, "blocks": blocks})
+
+    def unread(self, request_id: str, seconds: float) -> None:
+        """Nobody has read a prompt that was computed for another instance, within its lease."""
+        self._note("hand_over.unread", request_id, {"seconds": seconds})
+
+    def _note(self, what: str, request_id: str, details: Mapping[str, str | int | float]) -> None:
+        if self._flight is not None:
+            self._flight.note(self._name.namespace, what, str(self._name), request_id, **details)
 
 
 class TransferSpans:

@@ -55,7 +55,7 @@ from .machine import (
     Show,
 )
 from .messages import Offer, OfferAnswer, Prefilled, PrefillRequest
-from .observing import NOT_COUNTED, HandOverFigures, HandOverSpan, TransferSpans
+from .observing import NOT_COUNTED, HandOverEvents, HandOverFigures, HandOverSpan, TransferSpans
 from .part_reader import Part, PartReader
 
 logger = logging.getLogger(__name__)
@@ -155,6 +155,7 @@ class Sink:
     Args:
         background: owns what goes on after a request has ended: transfers that are given up.
         planner: decides for each request.
+        events: of its hand-overs, in the flight.
         avoids: whether nothing is to be taken from an instance.
     """
 
@@ -165,6 +166,7 @@ class Sink:
         spans: TransferSpans,
         planner: Planner,
         *,
+        events: HandOverEvents,
         avoids: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self.avoids = avoids
@@ -172,6 +174,7 @@ class Sink:
         self.background = background
         self.spans = spans
         self.planner = planner
+        self.events = events
         self.open: dict[str, Receiving] = {}
 
     def __repr__(self) -> str:
@@ -270,6 +273,8 @@ class Receiving:
         self._transfers: dict[int, Moving] = {}
         self._has_shown = False
         self._source = ""
+        # The instance that has answered first.
+        self._answered_by = ""
         self._went_on = anyio.Event()
         self._taken_in = anyio.Event()
         self._waiting: HandOverSpan | None = None
@@ -314,12 +319,33 @@ class Receiving:
         self._sink.open.pop(self._id, None)
         machine = self.machine
         self._origin.figures.ended(machine.outcome)
+        self._record()
         self._plan.ended(self)
         if machine.reason and machine.reason not in NOT_COUNTED:
             logger.warning(
                 "%s: its prompt is computed here from token %d on: %s (%s)",
                 *(self._name, machine.settled, machine.reason, machine.detail),
             )
+
+    def _record(self) -> None:
+        """Have in the flight what became of it."""
+        machine, error = self.machine, self.error
+        if machine.outcome == "cancelled":
+            return
+        self._sink.events.ended(
+            self._running.id,
+            self._answered_by or ("" if error is None else error.hop.rpartition("@")[2]),
+            "prefill" if self._origin.computes else "cache",
+            why=machine.reason,
+            error="" if error is None else error.code,
+            began=self.asked_at,
+            answered=self.answered_at,
+            read=self.read_at,
+            # The last one need not be full.
+            blocks=-(-(machine.settled - machine.cached) // self._runner.limits.block_size),
+            size=self.bytes,
+            lacking=max(0, self._plan.tokens - machine.settled),
+        )
 
     async def offered(self, offer: Offer) -> OfferAnswer:
         """A prefill instance has taken the job: have it compute, and wait until that is over."""
@@ -409,6 +435,7 @@ class Receiving:
             return
         transfer.cancel()
         self._origin.figures.quarantined += transfer.blocks
+        self._sink.events.given_up(self._running.id, self._source, transfer.blocks)
         name = f"the end of a transfer for {self._name}"
         # At the end of the process there is none; the memory goes with it.
         with suppress(RuntimeError, Unavailable):
@@ -476,6 +503,7 @@ class Receiving:
             try:
                 async for item in items:
                     self.answered_at = self.answered_at or monotonic()
+                    self._answered_by = self._answered_by or item.instance
                     self._taken_in.set()
                     self._do(self.machine.came(item))
             except DynbusError as problem:

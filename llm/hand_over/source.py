@@ -18,7 +18,7 @@ from dynbus.llm.weights.fingerprint import are_same
 from dynbus.transfer import LeaseLost, Mover, Settling, Ticket
 
 from .messages import LendRequest, Lent, Prefilled, PrefillRequest
-from .observing import HandOverFigures
+from .observing import HandOverEvents, HandOverFigures
 
 LEAST_TOKENS: Final = 64
 """Tokens that are offered at once at least, but for the last ones: each part takes two messages."""
@@ -111,6 +111,7 @@ class Source:
 
     Args:
         keep: keeps blocks of the engine for readers.
+        events: of its hand-overs, in the flight.
         instance: its id, under which readers settle leases.
         lease: seconds for which what is computed is held to be read.
         in_parts: whether what is computed is read while the rest is.
@@ -130,6 +131,7 @@ class Source:
         keep: Keep,
         figures: HandOverFigures,
         *,
+        events: HandOverEvents,
         instance: str,
         lease: float,
         in_parts: bool = True,
@@ -142,6 +144,7 @@ class Source:
         self._keep = keep
         self._in_parts = in_parts
         self._figures = figures
+        self._events = events
         self._instance = instance
         self._lease = lease
         self._model = model
@@ -201,6 +204,7 @@ class Source:
             with anyio.move_on_after(self._lease):
                 await kept.over()
             if not kept.is_read and not call.is_stopped():
+                self._events.unread(call.id, self._lease)
                 raise LeaseLost(f"nobody has read the prompt within {self._lease:g} s")
         finally:
             unlink()

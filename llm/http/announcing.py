@@ -29,7 +29,7 @@ class AnnounceExchange(Exchange):
 
     async def _announce(self, request: AnnounceRequest) -> None:
         tenant, response = self._caller.tenant, request.previous_response_id
-        model, metrics = await self._ask_for(request.model, WITH_PREFIXES, 0)
+        model, metrics = await self._ask_for(request.model, WITH_PREFIXES)
         name = request.session
         if name is None:
             assert response is not None, "one of the two is given"

@@ -299,7 +299,7 @@ class Form:
             raise BadRequest("send the file as multipart/form-data", param="file")
         self.filename = ""
         self._fields: dict[str, bytearray] = {}
-        self._beside = 0
+        self._came = self._of_file = 0
         self._name = ""
         self._header = bytearray()
         self._value = bytearray()
@@ -354,6 +354,12 @@ class Form:
             self._parser.write(piece)
         except FormParserError as error:
             raise BadRequest(f"the form cannot be read: {error}", param="file") from None
+        self._came += len(piece)
+        # Also heads, parts without data, and what follows the end.
+        if self._came - self._of_file > MAX_FORM:
+            raise BadRequest(
+                f"the form has more than {MAX_FORM} bytes beside its file", param="file"
+            )
 
     def _taken(self) -> bytes:
         data, self._data = b"".join(self._data), []
@@ -386,11 +392,11 @@ class Form:
     def _take(self, data: bytes, start: int, end: int) -> None:
         if self._name == "file":
             self._data.append(data[start:end])
+            self._of_file += end - start
             return
-        self._beside += end - start
         field = self._fields.setdefault(self._name, bytearray())
         field.extend(data[start:end])
-        if self._beside > MAX_FORM or len(field) > MAX_FIELD or len(self._fields) > 16:
+        if len(field) > MAX_FIELD or len(self._fields) > 16:
             raise BadRequest(
                 f"the form has too much beside its file, in {self._name!r}", param=self._name
             )

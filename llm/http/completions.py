@@ -11,7 +11,7 @@ from dynbus import DynbusError
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.generation import Session
 from dynbus.llm.models.card import ModelType
-from dynbus.llm.openai.api import Api, Asked
+from dynbus.llm.openai.api import Api, Asked, prioritized
 from dynbus.llm.openai.errors import ErrorAnswer
 from dynbus.llm.openai.requests import ChatRequest
 from dynbus.llm.pipeline.open_model import Inquiry, OpenModel
@@ -99,6 +99,8 @@ class CompletionExchange(Exchange):
         return partial(self._complete, asked, format)
 
     async def _complete(self, asked: Asked, format: AnswerFormat) -> None:
+        if asked.request.priority is None and (priority := self._default_priority):
+            asked = prioritized(asked, priority)
         caller, timing, request = self._caller, self._timing, asked.request
         session = caller.session(asked.session, self._shared.settings.session_seconds)
         if session is not None and (asked.has_own_id or asked.after):
@@ -109,7 +111,7 @@ class CompletionExchange(Exchange):
         model, metrics = await self._ask_for(
             request.model,
             wanted | ModelType.Backend,
-            request.priority or 0,
+            request.priority,
             completion_operation(request),
         )
         timing.observe = metrics.inter_token_latency.observe

@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from dynbus import DynbusError
 from dynbus.llm.models.card import ModelType
+from dynbus.llm.openai.api import with_priority
 from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest, read_embeddings
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of
 from dynbus.llm.pipeline.embedding import Embeddings, TextEmbeddings
@@ -44,12 +46,12 @@ class VectorsExchange(Exchange):
                 text, and the salt of its blocks.
             wanted: what the model has to be there for.
         """
-        model, metrics = await self._ask_for(operation.model, wanted, priority or 0, operation)
+        model, metrics = await self._ask_for(operation.model, wanted, priority, operation)
         begun = time.perf_counter()
         work = await prepare(model, self._for_engines(data), self._caller.tenant or None)
         self._begin_work(work)
         usage = work.usage
-        await self._reserve([usage.prompt if usage is not None else len(data) // BYTES_OF_TOKEN])
+        await self._reserve(work.prompt_lengths or [len(data) // BYTES_OF_TOKEN])
         prepared = self._timing.prepared = time.perf_counter()
         self._trace.prepared(usage.prompt if usage is not None else None, begun, prepared)
         metrics.preparing.observe(prepared - begun)
@@ -64,6 +66,8 @@ class EmbeddingsExchange(VectorsExchange):
 
     def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
         request = read_embeddings(data)
+        if request.priority is None and (priority := self._default_priority):
+            request, data = replace(request, priority=priority), with_priority(data, priority)
         format = EmbeddingsFormat(request, self._caller.request_id)
 
         def prepare(model: OpenModel, body: msgspec.Raw, salt: str | None) -> Preparing:

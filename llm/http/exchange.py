@@ -8,19 +8,36 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar
 
 import anyio
 import anyio.abc
 import msgspec
 
-from dynbus import Cancelled, Context, Draining, DynbusError, Overloaded, PayloadTooLarge
+from dynbus import (
+    Cancelled,
+    Context,
+    DeadlineExceeded,
+    Draining,
+    DynbusError,
+    NoInstances,
+    Overloaded,
+    PayloadTooLarge,
+    PermissionDenied,
+    Unavailable,
+)
 from dynbus.kvrouter import requests as routed
 from dynbus.llm.answers import Usage
 from dynbus.llm.generation import Session
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.api import salted
-from dynbus.llm.openai.errors import BodyTimeout, ErrorAnswer, UnknownEncoding, status_of
+from dynbus.llm.openai.errors import (
+    BodyTimeout,
+    ErrorAnswer,
+    RateLimited,
+    UnknownEncoding,
+    status_of,
+)
 from dynbus.llm.pipeline.open_model import OpenModel
 from dynbus.llm.pipeline.serving import RequestTiming
 from dynbus.llm.resumable.running import RunningStream
@@ -62,11 +79,11 @@ _ENCODINGS: Final = {"content-encoding": "identity", "transfer-encoding": "chunk
 
 
 _RECORDED: Final = (
-    "model",
     "prompt_tokens",
     "completion_tokens",
     "instances",
     "prepared_ms",
+    "held_ms",
     "sent_ms",
     "first_token_ms",
     "end_ms",
@@ -74,6 +91,23 @@ _RECORDED: Final = (
     "error",
 )
 """The fields of a request's log that are in the flight."""
+
+Station: TypeAlias = Literal["places", "limits", "body", "model", ""]
+"""The part of a front end that lets a request go on or not: its places, the limits of tenants, the
+room for bodies, or the wait for a model; empty behind them all."""
+
+_NOT_ADMITTED: Final = (
+    DeadlineExceeded,
+    Draining,
+    NoInstances,
+    Overloaded,
+    PermissionDenied,
+    Unavailable,
+)
+"""The errors of requests that might have been served otherwise, or at another time."""
+
+LONG_HOLD: Final = 0.001
+"""Seconds from which on it is told that a request has waited for its model."""
 
 _REFUSALS: Final = frozenset((400, 404, 413, 422, 429))
 """The statuses of what engines refuse: where nothing came before, nothing was used."""
@@ -109,12 +143,16 @@ class Exchange(ABC):
         self._caller = caller
         self._timing = RequestTiming(time.perf_counter())
         self._trace = shared.tracing.begin(scope["method"], path, self._caller.headers)
-        self._model = ""
+        # The model that it asks for, which need not be one; and once it is ready.
+        self._asked = self._model = ""
         self._recording: Recording | None = None
         self._admission: Admission | None = None
         self._session: Session | None = None
         self._tally: Tally | None = None
         self._is_refused = False
+        self._station: Station = "places"
+        # Seconds in which its model was waited for.
+        self._model_wait = 0.0
         # Tokens of its prompts, as far as they are known before an engine counts them.
         self._prompt = 0
         # What a stream is told while nothing comes of it.
@@ -153,9 +191,12 @@ class Exchange(ABC):
             has_place = True
             self._admission = shared.admission(self._caller)
             if self._admission is not None:
+                self._station = "limits"
                 await self._admission.enter()
                 self._writer.add_headers(self._admission.headers)
+            self._station = "body"
             data = await self._body()
+            self._station = ""
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._answer, data)
                 # It may be long, and its answer take an hour.
@@ -405,23 +446,35 @@ class Exchange(ABC):
             self._free_body()
 
     async def _ask_for(
-        self, model: str, wanted: ModelType, priority: int, operation: Operation | None = None
+        self,
+        model: str,
+        wanted: ModelType,
+        priority: int | None = None,
+        operation: Operation | None = None,
     ) -> tuple[OpenModel, ModelMetrics]:
         """The model that is asked, once it is ready, and its figures: the wait for it and its
         calls have the request's id, deadline, tenant and trace.
 
         Args:
             wanted: what it is asked for.
+            priority: that the request states; None for none.
             operation: for the trace.
 
         Raises:
             DynbusError: it cannot be asked; see `Models.get`.
         """
         shared = self._shared
+        self._asked = model
         if self._admission is not None:
+            self._station = "limits"
             self._admission.check(model, priority)
-        self._context = context = self._enter_context(self._caller.request_id, priority)
-        opened = await shared.models.get(model, wanted, shared.models_of(self._caller))
+        self._context = context = self._enter_context(self._caller.request_id, priority or 0)
+        self._station, began = "model", time.perf_counter()
+        try:
+            opened = await shared.models.get(model, wanted, shared.models_of(self._caller))
+        finally:
+            self._model_wait = time.perf_counter() - began
+        self._station = ""
         if operation is not None:
             self._trace.model_asked(operation)
         context.set_trace_headers(self._trace.fields)
@@ -430,13 +483,20 @@ class Exchange(ABC):
         self._metrics = shared.metrics.of(model)
         return opened, self._metrics
 
+    @property
+    def _default_priority(self) -> int:
+        """See `Admission.default_priority`."""
+        return 0 if self._admission is None else self._admission.default_priority
+
     async def _reserve(
         self, prompts: Sequence[int], most: int | None = None, outputs: int = 0
     ) -> None:
         """Take of the tenant's limits what a request may come to; see `Admission.reserve`."""
         self._prompt = sum(prompts)
         if self._admission is not None:
+            self._station = "limits"
             await self._admission.reserve(prompts, most, outputs)
+            self._station = ""
             self._writer.add_headers(self._admission.token_headers)
 
     @property
@@ -548,10 +608,25 @@ class Exchange(ABC):
     def _record(self, status: int, fields: Mapping[str, str | int | float]) -> None:
         """Have it in the flight, without names and texts."""
         known = {name: fields[name] for name in _RECORDED if name in fields}
-        caller = self._caller
+        caller, error = self._caller, self._writer.error
+        if error is not None and (why := self._why_not_admitted(error)):
+            known["why"] = why
+        if isinstance(error, Overloaded) and error.retry_after:
+            known["retry_after"] = round(error.retry_after, 3)
+        model = self._model or self._asked
         self._shared.models.record(
-            self._model, self._path, caller.request_id, caller.tenant, status=status, **known
+            model, self._path, caller.request_id, caller.tenant, status=status, **known
         )
+
+    def _why_not_admitted(self, error: DynbusError) -> str:
+        """The limit or the part that did not admit it; empty where it ended for another reason."""
+        if isinstance(error, RateLimited) and error.limit:
+            return error.limit
+        if self._station:
+            return self._station if isinstance(error, _NOT_ADMITTED) else ""
+        if isinstance(error, Overloaded) and self._timing.first is None:
+            return "instance" if error.hop else "router"
+        return ""
 
     def _log_names(self) -> dict[str, str]:
         """The further names of its request in the log."""
@@ -573,9 +648,12 @@ class Exchange(ABC):
             if usage is not None:
                 fields["prompt_tokens"] = usage.prompt
                 fields["completion_tokens"] = usage.completion
-            if self._work.instances:
-                fields["instances"] = ",".join(self._work.instances)
+            instances = self._work.instances
+            if instances:
+                fields["instances"] = ",".join(instances)
         began = timing.began
+        if self._model_wait >= LONG_HOLD:
+            fields["held_ms"] = round(self._model_wait * 1000, 1)
         for name, at in (
             ("prepared", timing.prepared),
             ("sent", timing.sent),

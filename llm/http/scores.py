@@ -6,8 +6,10 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from dynbus.llm.models.card import ModelType
+from dynbus.llm.openai.api import with_priority
 from dynbus.llm.openai.scores import (
     RerankFormat,
     RerankRequest,
@@ -27,8 +29,12 @@ class _ScoresExchange(VectorsExchange):
     def _answering(
         self, request: ScoreRequest | RerankRequest, format: ScoresFormat, name: str, data: bytes
     ) -> Callable[[], Awaitable[None]]:
+        if request.priority is None and (priority := self._default_priority):
+            request, data = replace(request, priority=priority), with_priority(data, priority)
+        asked = request
+
         def prepare(model: OpenModel, body: msgspec.Raw, salt: str | None) -> Preparing:
-            return model.prepare_scores(request, body, format, salt)
+            return model.prepare_scores(asked, body, format, salt)
 
         return partial(
             self._answer_with,

@@ -14,7 +14,7 @@ import msgspec
 
 from dynbus import Context, DynbusError, Unavailable
 from dynbus.llm.models.card import ModelType
-from dynbus.llm.openai.api import Api
+from dynbus.llm.openai.api import Api, prioritized
 from dynbus.llm.openai.errors import (
     BadRequest,
     ErrorAnswer,
@@ -286,6 +286,8 @@ class StreamExchange(Exchange):
                 self._caller.tenant, begun.body, self._take_kept, may_keep=begun.keeps
             )
         asked = api.read(begun.body)
+        if asked.request.priority is None and (priority := self._default_priority):
+            asked = prioritized(asked, priority)
         clock = AnswerClock(begun.created)
         numbers = EventNumbers(begun.request_id, self._after)
         answer_id = begun.seed if begun.keeps else begun.request_id

@@ -45,7 +45,7 @@ class TokensExchange(Exchange):
                 among = ", ".join(known) or "none at present"
                 raise BadRequest(f"model: say which; the models are: {among}", param="model")
             name = known[0]
-        model, _ = await self._ask_for(name, SERVED, 0)
+        model, _ = await self._ask_for(name, SERVED)
         return model
 
     def _end_with(self, answer: msgspec.Struct) -> None:

@@ -13,7 +13,8 @@ MODALITIES: Final[tuple[Modality, ...]] = get_args(Modality)
 
 
 MAX_SEGMENTS: Final = 4096
-"""Of a JPEG, before the one that says its size; cameras write some ten."""
+"""Of a JPEG, before the one that says its size; cameras write some ten. Of a GIF, beside those that
+its length explains."""
 
 
 class MediaType(NamedTuple):
@@ -93,8 +94,41 @@ def _png(data: bytes) -> Size | None:
     return Size(*struct.unpack_from(">II", data, 16)) if data[12:16] == b"IHDR" else None
 
 
-def _gif(data: bytes) -> Size:
-    return Size(*struct.unpack_from("<HH", data, 6))
+def _gif(data: bytes) -> Size | None:
+    """The size of its screen, which decoders have grow to what its frames need."""
+    width, height = struct.unpack_from("<HH", data, 6)
+    at = 13 + _colors(data[10])
+    in_data = False
+    # Data is in pieces of 255 bytes, but for the last one of each block.
+    for _ in range(MAX_SEGMENTS + len(data) // 128):
+        if at >= len(data):
+            return Size(width, height)
+        byte = data[at]
+        if in_data:
+            in_data = byte > 0
+            at += 1 + byte
+        elif byte == 0x3B:
+            return Size(width, height)
+        elif byte == 0x21:
+            # Without a first piece decoders differ in where the block ends, but for a comment.
+            if data[at + 1] != 0xFE and not data[at + 2]:
+                return None
+            at += 2
+            in_data = True
+        elif byte == 0x2C:
+            left, top, across, down, flags = struct.unpack_from("<HHHHB", data, at + 1)
+            width, height = max(width, left + across), max(height, top + down)
+            at += 11 + _colors(flags)
+            in_data = True
+        else:
+            # Of no block: decoders look for the next one.
+            at += 1
+    return None
+
+
+def _colors(flags: int) -> int:
+    """The bytes of a table of colours of a GIF, which may be absent."""
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
 def _jpeg(data: bytes) -> Size | None:

@@ -25,7 +25,7 @@ from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, Toke
 
 from .host_tier import MockTier
 from .sequence import VOCABULARY, GrowingSequence, MockSequence
-from .timing import Timing
+from .timing import StepTiming, StepWork, Timing
 
 QUIET_STEPS: Final = 64
 """The number of decode steps that are taken at once at most; their events are sent at their end."""
@@ -84,7 +84,15 @@ class MockConfig(MockSize):
     watermark: Annotated[
         float, Option("the part of the blocks that admission leaves free", least=0)
     ] = 0.0
-    timing: Annotated[Timing, Option("how long a step takes")] = field(default_factory=Timing)
+    latency: Annotated[
+        float,
+        Option(
+            "seconds that serving adds to the time until a first token, in simulations",
+            least=0,
+            unit="seconds",
+        ),
+    ] = 0.0
+    timing: Annotated[StepTiming, Option("how long a step takes")] = field(default_factory=Timing)
     limits: EngineLimits = field(init=False, repr=False)
 
     def check(self) -> None:
@@ -312,16 +320,17 @@ class MockEngine:
         if until is not None:
             steps = self._scheduler.quiet_steps(QUIET_STEPS)
             if steps > 1:
-                return self._decode(self._quiet_durations(steps), until - now)
+                durations = self._quiet_durations(steps)
+                begun = 1 + int(durations.cumsum()[:-1].searchsorted(until - now))
+                return self._decode(durations[:begun])
         plan = self._scheduler.schedule()
-        timing = self.config.timing
-        duration = timing.prefill(plan.prefill_tokens)
-        if plan.context_tokens:
-            duration += timing.decode(plan.context_tokens, self.config.capacity_tokens)
-        decoding = 0
+        prompts = attention = decoding = 0
         outputs: list[Output] = []
         prefilled: list[Prefill] = []
-        for request, _ in plan.chunks:
+        for request, tokens in plan.chunks:
+            if tokens > 1 or not request.generated:
+                prompts += 1
+                attention += tokens * (2 * request.computed - tokens - 1) // 2
             if request.computed == request.sequence.length:
                 if request.generated:
                     decoding += not request.resumes
@@ -330,6 +339,14 @@ class MockEngine:
                         Prefill(request.id, request.cached_tokens or 0, request.chunks)
                     )
                 outputs.append(self._emit(request, request.sequence.extend(1), 1))
+        work = StepWork(
+            prompts,
+            plan.prefill_tokens,
+            attention,
+            len(plan.chunks) - prompts,
+            plan.context_tokens,
+        )
+        duration = self.config.timing.step(work, self.config.capacity_tokens)
         return StepResult(
             duration,
             (duration,),
@@ -349,16 +366,22 @@ class MockEngine:
             return None
         return now + float(self._quiet_durations(steps).sum())
 
+    def advance_ended(self, now: float, until: float) -> StepResult | None:
+        """Take those of the decode steps that can be taken at once from `now` on that end by
+        `until`; None for none."""
+        durations = self._quiet_durations(self._scheduler.quiet_steps(QUIET_STEPS))
+        ended = int(durations.cumsum().searchsorted(until - now, side="right"))
+        return self._decode(durations[:ended]) if ended else None
+
     def _quiet_durations(self, steps: int) -> NDArray[np.float64]:
         scheduler = self._scheduler
         return self.config.timing.decode_steps(
             scheduler.context_tokens, len(scheduler.running), steps, self.config.capacity_tokens
         )
 
-    def _decode(self, durations: NDArray[np.float64], within: float) -> StepResult:
-        """Take the quiet steps that begin within so many seconds, one at least."""
-        ends = durations.cumsum()
-        steps = 1 + int(ends[:-1].searchsorted(within))
+    def _decode(self, durations: NDArray[np.float64]) -> StepResult:
+        """Take quiet steps that take so long, one at least."""
+        steps = len(durations)
         running = list(self._scheduler.running)
         tokens = [request.sequence.extend(steps) for request in running]
         for request in running:
@@ -367,8 +390,8 @@ class MockEngine:
             self._emit(request, made, steps) for request, made in zip(running, tokens, strict=True)
         ]
         return StepResult(
-            float(ends[steps - 1]),
-            durations[:steps],
+            float(durations.cumsum()[-1]),
+            durations,
             outputs,
             self.manager.take_events(),
             len(running),

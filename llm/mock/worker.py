@@ -15,6 +15,7 @@ from dynbus.llm.engine.worker import EngineWorker
 
 from .engine import MockConfig, MockEngine, MockSize
 from .host_tier import MockTier
+from .profile import read_profile
 from .timing import Timing
 
 
@@ -23,6 +24,15 @@ class MockOptions(MockSize, HangOptions):
     """The size of a mock engine, its speed, and how long a step may take."""
 
     speedup_ratio: SpeedupRatio = Timing().speedup_ratio
+    profile: Annotated[
+        str,
+        Option(
+            "a file of `dynbus profile`, of the engine that it plays: its steps take what those of "
+            "that one do, and sizes that are not given, or equal their defaults here, are its own. "
+            "Empty for Dynamo's formula",
+            guide="planning.md#engines-that-play-a-profile",
+        ),
+    ] = ""
     host_folder: Annotated[
         str,
         Option(
@@ -37,6 +47,21 @@ class MockOptions(MockSize, HangOptions):
         if self.host_folder and not self.host_blocks:
             raise ConfigError("host_folder: needs host_blocks")
 
+    @property
+    def engine(self) -> MockConfig:
+        """The engine with these options.
+
+        Raises:
+            ConfigError: the profile cannot be read.
+            OutsideProfile: a size is beyond what the profile was fitted to.
+        """
+        size = self.shared(MockSize)
+        if not self.profile:
+            return MockConfig(**size, timing=Timing(speedup_ratio=self.speedup_ratio))
+        profile = read_profile(Path(self.profile))
+        given = {name: value for name, value in size.items() if value != getattr(MockSize(), name)}
+        return MockConfig(**profile.size(**given), timing=profile.timing(self.speedup_ratio))
+
 
 class MockWorker(EngineWorker, namespace="llm"):
     """Serves tokens that no model made, in the time and with the cache of a real engine.
@@ -47,9 +72,8 @@ class MockWorker(EngineWorker, namespace="llm"):
 
     @takes(MockOptions)
     def __init__(self, options: MockOptions) -> None:
-        timing = Timing(speedup_ratio=options.speedup_ratio)
         self._bound_steps(options)
-        self._config = MockConfig(**options.shared(MockSize), timing=timing)
+        self._config = options.engine
         self._host_folder = options.host_folder
         self.tier: MockTier | None = None
 

@@ -148,7 +148,7 @@ async def register_llm(
             endpoint,
         )
     _check_types(model_input, model_type)
-    target = _target(endpoint)
+    target = target_of(endpoint)
     _check_number("kv_cache_block_size", kv_cache_block_size, 1)
     _check_number("context_length", context_length, 1)
     _check_number("migration_limit", migration_limit, 0)
@@ -230,7 +230,7 @@ async def register_adapter(
         ConfigError: a name is not usable; or another card of it says otherwise, and in what.
         Unavailable: JetStream does not answer.
     """
-    target = _target(endpoint)
+    target = target_of(endpoint)
     card = msgspec.structs.replace(
         base,
         name=check_name(name),
@@ -259,7 +259,7 @@ async def register_embeddings(
         ConfigError: another card of this name says otherwise, and in what.
         Unavailable: JetStream does not answer.
     """
-    target = _target(endpoint)
+    target = target_of(endpoint)
     made = msgspec.structs.replace(
         card,
         endpoint=str(target.endpoint),
@@ -319,7 +319,12 @@ def _with(models_own: DefaultSampling, chosen: DefaultSampling | None) -> Defaul
     return msgspec.structs.replace(models_own, **msgspec.to_builtins(chosen))
 
 
-def _target(endpoint: object) -> Target:
+def target_of(endpoint: object) -> Target:
+    """The target that is meant by an endpoint of a runtime, an actor or its handler.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
     if isinstance(endpoint, Target):
         return endpoint
     if isinstance(endpoint, EndpointAddress):

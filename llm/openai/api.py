@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from dynbus import DynbusError
 from dynbus.llm.answers import AnswerFormat
@@ -133,6 +134,17 @@ def salted(body: bytes, tenant: str) -> msgspec.Raw:
     """A body for engines that take text: its salt is the tenant's, and never the client's."""
     body = without(body, "cache_salt")
     return msgspec.Raw(_with_field(body, "cache_salt", tenant) if tenant else body)
+
+
+def prioritized(asked: Asked, priority: int) -> Asked:
+    """A request that states no priority, with one."""
+    request = replace(asked.request, priority=priority)
+    return asked._replace(request=request, body=with_priority(asked.body, priority))
+
+
+def with_priority(body: bytes, priority: int) -> bytes:
+    """A body that states no priority, with one."""
+    return _with_field(without(body, "priority"), "priority", priority)
 
 
 def asking_usage(body: bytes) -> msgspec.Raw:

@@ -111,12 +111,14 @@ class RateLimited(Overloaded):
     """Raised when a tenant has used up one of its limits.
 
     Attributes:
+        limit: its name; empty where that is not known.
         is_budget: whether it is one that no short wait helps with.
         is_final: whether no wait at all helps, since the request takes more than the limit.
         headers: that say of what there is how much.
     """
 
     code = "RateLimited"
+    limit: str = ""
     is_budget: bool = False
     is_final: bool = False
     headers: Mapping[str, str] = MappingProxyType({})
@@ -126,10 +128,12 @@ class RateLimited(Overloaded):
         message: str = "",
         *,
         retry_after: float = 0.0,
+        limit: str = "",
         is_budget: bool = False,
         is_final: bool = False,
     ) -> None:
         super().__init__(message, retry_after=retry_after, started=False)
+        self.limit = limit
         self.is_budget, self.is_final = is_budget, is_final
 
 

@@ -17,7 +17,7 @@ from dynbus.kvrouter import (
     IndexFollower,
     InstanceProfile,
     KvRouter,
-    read_profile,
+    profiles,
 )
 from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.spi import Bus, InstanceName, InstanceReport, Message, monotonic, random_id, unix_time
@@ -177,7 +177,7 @@ def _instance(
     if router is not None:
         # One that says what its router cannot use gets no calls, and has nothing to show.
         with suppress(ConfigError):
-            shown["cache"] = _cache(router, read_profile(instance.id, instance.metadata))
+            shown["cache"] = _cache(router, profiles.read_profile(instance.id, instance.metadata))
     return shown
 
 
@@ -242,8 +242,8 @@ def decision_as_shown(decision: Decision, now: float) -> dict[str, Any]:
     Args:
         now: on the clock of its `decided_at`.
     """
-    order = sorted(range(len(decision.costs)), key=decision.costs.__getitem__)
-    kept = order[:MAX_CANDIDATES]
+    costs: list[float] = decision.costs.tolist()
+    kept = sorted(range(len(costs)), key=costs.__getitem__)[:MAX_CANDIDATES]
     outcome = decision.outcome
     return {
         "number": decision.number,
@@ -257,9 +257,9 @@ def decision_as_shown(decision: Decision, now: float) -> dict[str, Any]:
         "expected_reuse": decision.expected_reuse,
         "waited_s": decision.waited_s,
         "candidates": [
-            _candidate(decision.table[at], decision.costs[at], decision.block_size) for at in kept
+            _candidate(decision.candidates[at], costs[at], decision.block_size) for at in kept
         ],
-        "more_candidates": len(order) - len(kept),
+        "more_candidates": len(costs) - len(kept),
         "excluded": len(decision.excluded),
         "first_item_s": outcome.first_item_s,
         "ended_s": outcome.ended_s,

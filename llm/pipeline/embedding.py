@@ -84,6 +84,11 @@ class Embeddings(Generic[T]):
         self._cached = 0
 
     @property
+    def prompt_lengths(self) -> list[int]:
+        """The tokens of each text or pair."""
+        return [len(one.token_ids) for one in self._requests]
+
+    @property
     def usage(self) -> Usage:
         """The tokens of its texts."""
         return Usage(sum(len(one.token_ids) for one in self._requests), 0, self._cached)
@@ -168,6 +173,8 @@ class TextEmbeddings:
 
     answer_id = ""
     finish_reasons: Sequence[str] = ()
+    prompt_lengths: Sequence[int] = ()
+    """The engine counts them."""
 
     def __init__(self, body: msgspec.Raw, convert: Callable[[bytes], bytes] = _as_it_is) -> None:
         self.instances: list[str] = []

@@ -179,6 +179,8 @@ class Models:
         self._reconciled = asyncio.Event()
         self._is_followed = asyncio.Event()
         self._there: list[str] = []
+        # Of models that are no adapters, as far as they were seen.
+        self._own_names: set[str] = set()
         self._awaited: set[str] = set()
         self._background = Background(f"the background of {self!r}", runtime.bus.fail)
         self._reachability = Reachability(runtime, self._instance_names)
@@ -338,18 +340,49 @@ class Models:
         self, model: str, path: str, request_id: str, tenant: str, /, **details: str | int | float
     ) -> None:
         """Have a request that has ended in the flight of its model's namespace, of several the
-        first; what is not known as a model is in none."""
+        first. What is not known as a model is in none, unless the details say `why` it was not
+        admitted: then it is in the first of all models."""
         flight = self._runtime.bus.flight
-        cards = [one.card for one in self._named(model)]
-        if flight is None or not cards:
+        if flight is None:
             return
-        namespace = min(card.endpoint_name.namespace for card in cards)
-        if any(card.lora_name for card in cards):
-            # An adapter may be named after whom it is for.
-            details["model"] = flight.digest(model)
+        # Each request comes here: names are taken apart no further than needed.
+        namespaces = [one.card.endpoint.partition(".")[0] for one in self._named(model)]
+        if not namespaces and model:
+            owners = self._catalog.registered.get(model, ())
+            namespaces += [owner.namespace for owner in owners]
+        if namespaces:
+            details["model"] = self._recorded_name(model)
+        elif "why" in details:
+            namespaces += self._all_namespaces()
+        if not namespaces:
+            return
         if tenant:
             details["tenant"] = flight.digest(tenant)
-        flight.note(namespace, "request.ended", path, request_id, **details)
+        namespace = min(namespaces)
+        flight.note_request(namespace, "request.ended", path, request_id, details)
+
+    def _recorded_name(self, model: str) -> str:
+        """A model's name as it is on record: one that may be an adapter's is a digest, since it may
+        be named after whom it is for."""
+        flight = self._runtime.bus.flight
+        return model if flight is None or model in self._own_names else flight.digest(model)
+
+    def _all_namespaces(self) -> set[str]:
+        """The namespaces of all models."""
+        served = {one.card.endpoint.partition(".")[0] for one in self._served.values()}
+        registered = self._catalog.registered.values()
+        return served | {owner.namespace for owners in registered for owner in owners}
+
+    def _record_hold(self, what: str, model: str, owner: ComponentName, /, **details: Any) -> None:
+        """Have it in the flight that the current request waits for an engine, or no longer does."""
+        flight, request = self._runtime.bus.flight, Context.current()
+        if flight is None or request is None:
+            return
+        name, tenant = self._recorded_name(model), current_tenant()
+        if tenant:
+            details["tenant"] = flight.digest(tenant)
+        details["model"] = name
+        flight.note_request(owner.namespace, what, str(owner), request.id, details)
 
     def stop_holding(self) -> None:
         """Hold no requests any more; those that are held end with `Draining`."""
@@ -400,13 +433,16 @@ class Models:
                 retry_after=HELD_RETRY,
                 started=False,
             )
-        request = Context.current()
+        request, began = Context.current(), monotonic()
         held = self._runtime.bus.held
         self._count_waiting(owners, 1)
+        owner = min(owners)
+        self._record_hold("request.held", name, owner, waiting=places.taken)
         try:
             with nullcontext() if request is None else held.hold(request.id, owners):
                 yield
         finally:
+            self._record_hold("request.let_go", name, owner, waited=round(monotonic() - began, 3))
             self._count_waiting(owners, -1)
             places.give_back(tenant)
             if not places.taken:
@@ -506,6 +542,14 @@ class Models:
         now = monotonic()
         self._gone = {key: at for key, at in self._gone.items() if now - at < AWAY_TIMEOUT}
         self._there = sorted({one.card.name for one in models if one.instances})
+        registered, adapters = self._catalog.registered, set[str]()
+        for one in models:
+            (adapters if one.card.lora_name else self._own_names).add(one.card.name)
+        self._own_names = {
+            name
+            for name in self._own_names
+            if name not in adapters and (name in registered or name in self._there)
+        }
         self._is_followed.set()
         self._wake()
 
@@ -696,8 +740,9 @@ _PATHS: Final = {
 
 
 def _all_say(instances: list[Instance]) -> bool:
-    """True if all instances announce the size of their blocks."""
-    return bool(instances) and all(profiles.BLOCK_SIZE_KEY in one.metadata for one in instances)
+    """True if all instances announce the size of their blocks, or forward to some that may."""
+    keys = {profiles.BLOCK_SIZE_KEY, profiles.ROUTES_KEY}
+    return bool(instances) and all(keys & one.metadata.keys() for one in instances)
 
 
 def _all_tell_events(instances: list[Instance]) -> bool:

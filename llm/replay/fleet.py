@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from heapq import heappop, heappush
 from random import Random
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ from dynbus.kvrouter import (
 )
 from dynbus.llm.engine import EngineLoad
 from dynbus.llm.mock.engine import MockConfig, MockEngine, Output, StepResult
-from dynbus.llm.mock.sequence import mix
+from dynbus.llm.mock.sequence import GrowingSequence, mix
 
 from .trace import Trace, TraceRequest
 
@@ -111,6 +111,19 @@ class Totals:
     decoding: float = 0.0
 
 
+class SteppedEngine(Protocol):
+    """An engine that a fleet drives in virtual time; see `MockEngine` for what it does."""
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def load(self) -> EngineLoad: ...
+    def add_sequence(self, request_id: str, sequence: GrowingSequence, max_tokens: int) -> None: ...
+    def advance_ended(self, now: float, until: float) -> StepResult | None: ...
+    def quiet_until(self, now: float) -> float | None: ...
+    def advance(self, now: float = 0.0, until: float | None = None) -> StepResult: ...
+
+
 class PromptSequence:
     """The tokens of a request whose prompt is known by its hashes, and whose output by its number.
 
@@ -165,7 +178,7 @@ class _Instance:
 
     number: int
     name: str
-    engine: MockEngine
+    engine: SteppedEngine
     activity: _Activity = _Activity.IDLE
     began: float = 0.0
     result: StepResult | None = None
@@ -247,12 +260,14 @@ class Fleet:
         config: of each engine.
         event_delay: see `EVENT_DELAY`.
         seed: of what the router leaves to chance.
+        make_engine: makes another engine of that configuration for each instance.
 
     Instances can come and go while it is driven step by step: `arrive`, `advance`, `add`, `drain`
     and `kill`. Requests that come while there is none are held until one is there.
 
     Attributes:
         scheduler: the router's, to ask for its decisions and statistics.
+        index: what the router follows; None where it guesses.
         totals: of all requests so far.
 
     Raises:
@@ -267,11 +282,13 @@ class Fleet:
         *,
         event_delay: float = EVENT_DELAY,
         seed: int = 0,
+        make_engine: Callable[[MockConfig], SteppedEngine] = MockEngine,
     ) -> None:
         self._config = config
+        self._make_engine = make_engine
         self._instances: dict[str, _Instance] = {}
-        self._index = DelayedIndex(event_delay) if router.exact else None
-        self.scheduler = KvScheduler(router, follower=self._index, random=Random(seed))
+        self.index = DelayedIndex(event_delay) if router.exact else None
+        self.scheduler = KvScheduler(router, follower=self.index, random=Random(seed))
         self._metadata = {
             profiles.BLOCK_SIZE_KEY: str(config.block_size),
             profiles.TOTAL_BLOCKS_KEY: str(config.blocks),
@@ -342,7 +359,7 @@ class Fleet:
         """An instance with an empty cache is there; held requests go to it."""
         self.advance(now)
         number = len(self._instances)
-        self._instances[name] = _Instance(number, name, MockEngine(self._config))
+        self._instances[name] = _Instance(number, name, self._make_engine(self._config))
         self._profiles = [*self._profiles, profiles.read_profile(name, self._metadata)]
         self._changed(now)
 
@@ -357,8 +374,17 @@ class Fleet:
         self.advance(now)
         self._profiles = [one for one in self._profiles if one.instance != name]
         instance = self._instances[name]
+        if instance.activity is _Activity.QUIET:
+            # What ended by now was told; the step that it is in was not.
+            ended = instance.engine.advance_ended(instance.began, now)
+            if ended is not None:
+                instance.activity, instance.result = _Activity.STEP, ended
+                instance.began += ended.duration
+                self._end_steps(instance, instance.began)
+        if instance.activity in (_Activity.QUIET, _Activity.STEP):
+            instance.busy += now - instance.began
         # What is in the agenda for it is void.
-        instance.wake, instance.activity = -1, _Activity.IDLE
+        instance.wake, instance.activity, instance.result = -1, _Activity.IDLE, None
         self.scheduler.remove_instance(name)
         number = instance.number
         lost = [one for one in self._requests.values() if one.replayed.instance == number]
@@ -404,8 +430,8 @@ class Fleet:
         request = opened.request
         shape = RequestShape(request.prompt_tokens, self._block_size, request.block_hashes)
         asked = SchedulingRequest(request.id, shape, self._profiles, arrived=now)
-        if self._index is not None:
-            self._index.learn(now)
+        if self.index is not None:
+            self.index.learn(now)
         try:
             outcome = self.scheduler.submit(asked, now)
         except Overloaded as error:
@@ -419,8 +445,8 @@ class Fleet:
         """Send those that wait no longer."""
         if not self._waiting:
             return
-        if self._index is not None:
-            self._index.learn(now)
+        if self.index is not None:
+            self.index.learn(now)
         for ticket, outcome in self.scheduler.release(now):
             self._waiting -= 1
             if isinstance(outcome, DynbusError):
@@ -507,25 +533,29 @@ class Fleet:
             self._intervals.append((result.durations, result.decoding))
         for output in result.outputs:
             self._note(output, now)
-        if result.events and self._index is not None:
-            self._index.tell(instance.name, result.events, now)
+        if result.events and self.index is not None:
+            self.index.tell(instance.name, result.events, now)
 
     def _note(self, output: Output, now: float) -> None:
         opened, scheduler = self._requests[output.request_id], self.scheduler
         replayed, totals = opened.replayed, self.totals
         totals.output_tokens += output.count
+        seen = now + self._config.latency
         if output.is_first:
             if not opened.made:
-                replayed.first_token = now
+                replayed.first_token = seen
                 replayed.cached_tokens = output.cached_tokens
             totals.firsts += 1
             totals.waited += now - opened.sent
             totals.prompt_tokens += replayed.prompt_tokens + opened.made - output.cached_tokens
+            if opened.made:
+                # It went on elsewhere.
+                self._intervals.append(((seen - replayed.last_token,), 1))
             scheduler.first_item(opened.decision, now)
             scheduler.note_reused(opened.decision, output.cached_tokens, now)
         elif output.resumes:
-            self._intervals.append(((now - replayed.last_token,), 1))
-        replayed.last_token = now
+            self._intervals.append(((seen - replayed.last_token,), 1))
+        replayed.last_token = seen
         opened.made += output.count
         if scheduler.config.track_output:
             scheduler.grown(opened.decision, opened.made)
@@ -533,5 +563,5 @@ class Fleet:
             del self._requests[output.request_id]
             totals.ended += 1
             totals.decoded += opened.made - 1
-            totals.decoding += now - replayed.first_token
+            totals.decoding += seen - replayed.first_token
             scheduler.ended(opened.decision, now)

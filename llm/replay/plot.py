@@ -1,4 +1,4 @@
-"""A plot of the times to the first token, as SVG."""
+"""Plots as SVG: the frame of all, and that of the times to the first token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 WIDTH: Final = 760
 HEIGHT: Final = 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 150, 40, 50
-_COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
+LEFT, RIGHT, TOP, BOTTOM = 60, 150, 40, 50
+COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
 _POINTS: Final = 200
 
 
@@ -28,26 +28,21 @@ def plot_ttft(ttft: Mapping[str, NDArray[np.float64]]) -> str:
 
     def x(seconds: float) -> float:
         part = (np.log10(max(seconds, 1e-4)) - low) / (high - low)
-        return _LEFT + float(part) * (WIDTH - _LEFT - _RIGHT)
+        return LEFT + float(part) * (WIDTH - LEFT - RIGHT)
 
     def y(part: float) -> float:
-        return HEIGHT - _BOTTOM - part * (HEIGHT - _TOP - _BOTTOM)
+        return HEIGHT - BOTTOM - part * (HEIGHT - TOP - BOTTOM)
 
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{_LEFT}" y="22" font-size="15">Requests that have their first token</text>',
-    ]
+    lines = head_of("Requests that have their first token")
     for part in (0.0, 0.25, 0.5, 0.75, 1.0):
-        lines.append(_line(_LEFT, y(part), WIDTH - _RIGHT, y(part)))
-        lines.append(_text(_LEFT - 8, y(part) + 4, f"{part:.0%}", "end"))
+        lines.append(grid_line(LEFT, y(part), WIDTH - RIGHT, y(part)))
+        lines.append(label(LEFT - 8, y(part) + 4, f"{part:.0%}", "end"))
     for exponent in range(int(low), int(high) + 1):
         at = x(10.0**exponent)
-        lines.append(_line(at, _TOP, at, HEIGHT - _BOTTOM))
-        lines.append(_text(at, HEIGHT - _BOTTOM + 18, _duration(exponent), "middle"))
+        lines.append(grid_line(at, TOP, at, HEIGHT - BOTTOM))
+        lines.append(label(at, HEIGHT - BOTTOM + 18, _duration(exponent), "middle"))
     for number, (policy, seconds) in enumerate(ttft.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = COLOURS[number % len(COLOURS)]
         parts = np.linspace(0.0, 1.0, min(_POINTS, len(seconds)) + 1)
         quantiles = np.quantile(seconds, parts)
         points = " ".join(
@@ -57,19 +52,36 @@ def plot_ttft(ttft: Mapping[str, NDArray[np.float64]]) -> str:
         lines.append(
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
         )
-        row = _TOP + 14 + 20 * number
-        lines.append(
-            f'<rect x="{WIDTH - _RIGHT + 14}" y="{row - 9}" width="12" height="4" fill="{colour}"/>'
-        )
-        lines.append(_text(WIDTH - _RIGHT + 32, row - 2, policy, "start"))
+        lines += legend(number, policy, colour)
     return "\n".join((*lines, "</svg>", ""))
 
 
-def _line(x1: float, y1: float, x2: float, y2: float) -> str:
+def head_of(title: str) -> list[str]:
+    """The beginning of an image of this size, with its title."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="22" font-size="15">{escape(title)}</text>',
+    ]
+
+
+def legend(number: int, name: str, colour: str) -> list[str]:
+    """A row of the legend, beside the plot."""
+    row = TOP + 14 + 20 * number
+    return [
+        f'<rect x="{WIDTH - RIGHT + 14}" y="{row - 9}" width="12" height="4" fill="{colour}"/>',
+        label(WIDTH - RIGHT + 32, row - 2, name, "start"),
+    ]
+
+
+def grid_line(x1: float, y1: float, x2: float, y2: float) -> str:
+    """A line of the grid."""
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#dddddd"/>'
 
 
-def _text(x: float, y: float, text: str, anchor: str) -> str:
+def label(x: float, y: float, text: str, anchor: str) -> str:
+    """A text at a place, which is its `start`, `middle` or `end`."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 

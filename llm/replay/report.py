@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,15 +138,22 @@ def _weighted(seconds: NDArray[np.float64], counts: NDArray[np.int64]) -> Distri
     """The same of values that occur several times; zeros for none."""
     if not len(seconds):
         return Distribution(0.0, 0.0, 0.0)
-    order = np.argsort(seconds)
-    ordered, until = seconds[order], np.cumsum(counts[order])
-
-    def percentile(part: float) -> float:
-        """The least value up to which so many of all lie."""
-        return float(ordered[int(until.searchsorted(part * float(until[-1])))])
-
+    p50, p99 = weighted_quantiles(seconds, counts, (0.5, 0.99))
     mean = float(np.average(seconds, weights=counts))
-    return Distribution(1000 * mean, 1000 * percentile(0.5), 1000 * percentile(0.99))
+    return Distribution(1000 * mean, 1000 * p50, 1000 * p99)
+
+
+def weighted_quantiles(
+    values: NDArray[np.float64], counts: NDArray[np.int64], parts: Sequence[float]
+) -> list[float]:
+    """For each part the least value up to which so much of all lies.
+
+    Args:
+        values, counts: each value, and how often it is there; both of shape [values], one at least.
+    """
+    order = np.argsort(values)
+    ordered, until = values[order], np.cumsum(counts[order])
+    return [float(ordered[int(until.searchsorted(part * float(until[-1])))]) for part in parts]
 
 
 def _rounded(distribution: Distribution) -> dict[str, float]:

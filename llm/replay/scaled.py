@@ -17,7 +17,7 @@ from typing import Final, Literal, NamedTuple
 
 from dynbus.llm.scaling import Observation, PoolLoad, PoolState, PoolTarget
 
-from .fleet import Fleet, ReplayedRequest, Totals
+from .fleet import Fleet, ReplayedRequest, ReplayResult, Totals
 from .report import Objective
 from .simulation import Simulation
 from .trace import Trace
@@ -36,8 +36,8 @@ class Fault(NamedTuple):
 
     Attributes:
         kind: `lost` has no metrics to show for `seconds`, and `stuck` has what is started within
-            them never serve; `dies` ends an instance; `hand` has another one set the number of
-            instances to `instances`.
+            them never serve; `dies` ends `instance`, the oldest one where that is empty; `hand` has
+            another one set the number of instances to `instances`.
         at: seconds after the first arrival.
     """
 
@@ -45,6 +45,7 @@ class Fault(NamedTuple):
     at: float
     seconds: float = 0.0
     instances: int = 0
+    instance: str = ""
 
 
 class Sample(NamedTuple):
@@ -75,14 +76,21 @@ class ScaledResult:
     """The outcome of a replay on a fleet that was scaled.
 
     Attributes:
-        requests: in the order of their arrival.
+        replay: of the engines and their requests.
         samples: of each decision.
         instance_seconds: that were paid for.
+        missed: faults that ended no instance, since none served then.
     """
 
-    requests: list[ReplayedRequest]
+    replay: ReplayResult = field(init=False)
     samples: list[Sample] = field(default_factory=list[Sample])
     instance_seconds: float = 0.0
+    missed: list[Fault] = field(default_factory=list["Fault"])
+
+    @property
+    def requests(self) -> list[ReplayedRequest]:
+        """In the order of their arrival."""
+        return self.replay.requests
 
     def goodput(self, objective: Objective) -> float:
         """The share of requests that kept an objective."""
@@ -94,6 +102,13 @@ def is_good(request: ReplayedRequest, objective: Objective) -> bool:
     first = request.first_token - request.arrival
     between = (request.last_token - request.first_token) / max(1, request.output_tokens - 1)
     return first <= objective.ttft and between <= objective.itl
+
+
+def _unserved(fleet: Fleet) -> ValueError:
+    return ValueError(
+        f"{fleet.held} requests wait for an instance, and none comes: scale the fleet to more than "
+        "0 after they came"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -117,28 +132,31 @@ class ScaledFleet:
     Args:
         simulation: the fleet at the beginning, where all instances serve, and its router.
         policy: of the router, by its name.
-        decide: the autoscaler.
+        decide: the autoscaler; None for faults alone, and no samples.
         cold_start: seconds from the start of an instance until it serves.
         interval: seconds between two decisions.
         first: another number of instances at the beginning.
+        names: of those, as far as they have one.
     """
 
     def __init__(
         self,
         simulation: Simulation,
         policy: str,
-        decide: Decide,
+        decide: Decide | None,
         *,
         cold_start: float,
-        interval: float,
+        interval: float = 1.0,
         faults: Sequence[Fault] = (),
         first: int | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self._simulation = simulation
         self._decide = decide
         self._cold_start = cold_start
         self._interval = interval
         self._faults = faults
+        self._names = names
         self._count = count = simulation.instances if first is None else first
         self._set_to = count
         self._asked = count
@@ -155,10 +173,19 @@ class ScaledFleet:
         self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self._entries = 0
         self._before = Totals()
-        self._result = ScaledResult([])
+        self._result = ScaledResult()
 
-    def run(self, trace: Trace, *, idle: float = 0.0) -> ScaledResult:
+    def run(
+        self,
+        trace: Trace,
+        *,
+        idle: float = 0.0,
+        progress: Callable[[int], None] | None = None,
+    ) -> ScaledResult:
         """Replay the trace, and go on deciding for `idle` seconds after its last token.
+
+        Args:
+            progress: is told how many requests have arrived.
 
         Raises:
             ValueError: requests wait that nothing will ever serve.
@@ -168,26 +195,33 @@ class ScaledFleet:
         self._carry_out(0.0)
         for fault in self._faults:
             if fault.kind == "dies":
-                self._at(fault.at, self._die)
+                self._at(fault.at, partial(self._die, fault))
             elif fault.kind == "hand":
                 self._at(fault.at, partial(self._set, fault.instances))
-        self._at(self._interval, self._look)
+        if self._decide is not None:
+            self._at(self._interval, partial(self._look, self._decide))
         fleet, result = self._fleet, self._result
         began = trace.requests[0].arrival
-        for request in trace.requests:
+        for number, request in enumerate(trace.requests):
+            if progress is not None and number % 64 == 0:
+                progress(number)
             now = (request.arrival - began) / self._simulation.speed
             self._until(now)
-            result.requests.append(fleet.arrive(request, now))
-        ends = (trace.requests[-1].arrival - began) / self._simulation.speed
+            fleet.arrive(request, now)
+        last = ends = (trace.requests[-1].arrival - began) / self._simulation.speed
         self._until(ends)
-        while fleet.is_busy:
-            if ends > MOST_SECONDS:
-                raise ValueError(f"requests wait after {ends:g} s: nothing serves them")
+        if self._decide is None:
+            self._until(math.inf)
+        while fleet.is_busy and self._decide is not None:
+            if ends > last + MOST_SECONDS:
+                raise _unserved(fleet)
             ends += self._interval
             self._until(ends)
         ends += idle
         self._until(ends)
-        fleet.finish()
+        result.replay = fleet.finish()
+        if fleet.is_busy:
+            raise _unserved(fleet)
         result.instance_seconds += sum(
             ends - member.began for member in self._members if member.state != "gone"
         )
@@ -220,7 +254,9 @@ class ScaledFleet:
         self._made += 1
         is_stuck = self._is_within("stuck", now)
         ready_at = math.inf if is_stuck else now + cold_start
-        member = _Member(f"engine-{self._made}", now, ready_at)
+        named = self._names[self._made - 1 : self._made]
+        name = named[0] if named else f"engine-{self._made}"
+        member = _Member(name, now, ready_at)
         self._members.append(member)
         if not is_stuck:
             self._at(ready_at, partial(self._serve, member))
@@ -255,15 +291,18 @@ class ScaledFleet:
         member.state = "gone"
         self._result.instance_seconds += now - member.began
 
-    def _die(self, now: float) -> None:
-        ready = self._of("ready")
+    def _die(self, fault: Fault, now: float) -> None:
+        named = fault.instance
+        ready = [one for one in self._of("ready") if not named or one.name == named]
+        if not (ready and self._fleet.is_busy):
+            self._result.missed.append(fault)
         if ready:
             self._end(ready[0], now)
             self._carry_out(now)
 
     # The autoscaler -------------------------------------------------------------------------
 
-    def _look(self, now: float) -> None:
+    def _look(self, decide: Decide, now: float) -> None:
         """Show the autoscaler what is there, and do what it wants."""
         for member in self._of("draining"):
             left = self._fleet.load(member.name)
@@ -272,7 +311,7 @@ class ScaledFleet:
         load, is_lost = self._load(), self._is_within("lost", now)
         ready, draining = len(self._of("ready")), len(self._of("draining"))
         state = PoolState(ready, draining, None if is_lost else load)
-        target = self._decide(Observation(now, {POOL: state}))
+        target = decide(Observation(now, {POOL: state}))
         if target.desired != self._asked:
             self._asked = target.desired
             self._set(target.desired, now)
@@ -282,7 +321,7 @@ class ScaledFleet:
                 *(round(load.context_tokens), is_lost, target, self._set_to),
             )
         )
-        self._at(now + self._interval, self._look)
+        self._at(now + self._interval, partial(self._look, decide))
 
     def _load(self) -> PoolLoad:
         fleet, engine = self._fleet, self._simulation.engine

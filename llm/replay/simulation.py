@@ -73,6 +73,22 @@ class Simulation:
             RequestTooLong: a request does not fit into an engine.
             ValueError: the blocks of the trace are not those of the engine, or it takes too long.
         """
+        self.check(trace)
+        fleet = Fleet(
+            self.names,
+            self.config(policy),
+            self.engine,
+            event_delay=self.event_delay,
+            seed=self.seed,
+        )
+        return fleet.run(trace, speed=self.speed, progress=progress)
+
+    def check(self, trace: Trace) -> None:
+        """Check that a trace can be replayed.
+
+        Raises:
+            ValueError: its blocks are not those of the engine, or it takes too long.
+        """
         if trace.block_size != self.engine.block_size:
             raise ValueError(
                 f"the trace has blocks of {trace.block_size} tokens and the engine of "
@@ -85,14 +101,6 @@ class Simulation:
                 f"and {MOST_SECONDS:g} s are the most: look at its timestamp, in milliseconds, or "
                 "give more speed"
             )
-        fleet = Fleet(
-            self.names,
-            self.config(policy),
-            self.engine,
-            event_delay=self.event_delay,
-            seed=self.seed,
-        )
-        return fleet.run(trace, speed=self.speed, progress=progress)
 
     def saturating_speed(self, trace: Trace, policy: str = "round_robin") -> float:
         """The speed at which a trace brings as much work as this fleet can do.

@@ -148,7 +148,7 @@ def _parse(lines: Iterable[bytes], path: Path, limit: int | None) -> Iterator[tu
         where = f"{path}, line {number}"
         try:
             record = decoder.decode(text)
-        except (msgspec.MsgspecError, UnicodeError) as error:
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise InvalidTrace(f"{where} is no request: {error}") from None
         _check(record, where)
         if record.timestamp < before:

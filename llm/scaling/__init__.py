@@ -3,14 +3,14 @@ carried out by others.
 """
 
 from .autoscaler import Autoscaler, AutoscalerOptions
-from .capacity import EngineProfile, Line
+from .capacity import EngineSpeed, Line
 from .observation import Observation, PoolKind, PoolLoad, PoolState, PoolTarget
 from .policy import PoolConfig, ScalingConfig, ScalingPolicy
 
 __all__ = [
     "Autoscaler",
     "AutoscalerOptions",
-    "EngineProfile",
+    "EngineSpeed",
     "Line",
     "Observation",
     "PoolConfig",

@@ -32,7 +32,7 @@ from dynbus.spi import (
     monotonic,
 )
 
-from .capacity import EngineProfile, Line
+from .capacity import EngineSpeed, Line
 from .hands import CommandHands, Hands, WebhookHands
 from .observation import PoolKind, PoolTarget
 from .observing import STATS, PoolSurvey
@@ -100,16 +100,16 @@ class AutoscalerOptions(Options):
     interval: Annotated[float, Option("between two decisions", least=1, unit="seconds")] = 5.0
     prefill_base: Annotated[
         float, Option("of each prompt, before it is measured", above=0, unit="seconds")
-    ] = EngineProfile().prefill.base
+    ] = EngineSpeed().prefill.base
     prefill_token: Annotated[
         float, Option("of each of its tokens, likewise", above=0, unit="seconds")
-    ] = EngineProfile().prefill.each
+    ] = EngineSpeed().prefill.each
     decode_base: Annotated[
         float, Option("of each step of decoding, likewise", above=0, unit="seconds")
-    ] = EngineProfile().decode.base
+    ] = EngineSpeed().decode.base
     decode_token: Annotated[
         float, Option("of each token of context in it, likewise", above=0, unit="seconds")
-    ] = EngineProfile().decode.each
+    ] = EngineSpeed().decode.each
     command: Annotated[
         str,
         Option(
@@ -157,7 +157,7 @@ class AutoscalerOptions(Options):
             self.down_after,
             self.hold,
             self.headroom,
-            EngineProfile(
+            EngineSpeed(
                 Line(self.prefill_base, self.prefill_token),
                 Line(self.decode_base, self.decode_token),
             ),

@@ -51,7 +51,7 @@ class Line(NamedTuple):
         return self.base + self.each * x
 
 
-class EngineProfile(NamedTuple):
+class EngineSpeed(NamedTuple):
     """The speed of an engine that has nothing else to do.
 
     Attributes:
@@ -114,7 +114,7 @@ class Prediction(NamedTuple):
     running: float
 
 
-def predict(kind: PoolKind, profile: EngineProfile, demand: Demand, instances: int) -> Prediction:
+def predict(kind: PoolKind, profile: EngineSpeed, demand: Demand, instances: int) -> Prediction:
     """The state that each of so many instances settles in under a demand."""
     rate = demand.rate / instances
     prompt = 0.0 if kind == "decode" else profile.prefill.at(demand.prompt_tokens)
@@ -151,7 +151,7 @@ class Need(NamedTuple):
     out_of_reach: tuple[str, ...] = ()
 
 
-def need(kind: PoolKind, profile: EngineProfile, demand: Demand, limits: Limits, most: int) -> Need:
+def need(kind: PoolKind, profile: EngineSpeed, demand: Demand, limits: Limits, most: int) -> Need:
     """The least number of instances that keep the objectives under a demand, at most `most`.
 
     An objective that an idle instance misses is left out: only what it can do is needed then.
@@ -182,7 +182,7 @@ def need(kind: PoolKind, profile: EngineProfile, demand: Demand, limits: Limits,
 
 def streams_need(
     kind: PoolKind,
-    profile: EngineProfile,
+    profile: EngineSpeed,
     running: int,
     context_tokens: float,
     limits: Limits,
@@ -249,7 +249,7 @@ class ProfileLearner:
         prior: what it begins with.
     """
 
-    def __init__(self, prior: EngineProfile) -> None:
+    def __init__(self, prior: EngineSpeed) -> None:
         self._prefill = _Fit(prior.prefill)
         self._decode = _Fit(prior.decode)
 
@@ -257,9 +257,9 @@ class ProfileLearner:
         return f"<ProfileLearner {self.profile}>"
 
     @property
-    def profile(self) -> EngineProfile:
+    def profile(self) -> EngineSpeed:
         """The profile as it is known now."""
-        return EngineProfile(self._prefill.line, self._decode.line)
+        return EngineSpeed(self._prefill.line, self._decode.line)
 
     def note_first_tokens(
         self, prompt_tokens: float, seconds: float, requests: int, passed: float

@@ -27,7 +27,7 @@ from dynbus import ConfigError
 from .capacity import (
     BUSIEST,
     Demand,
-    EngineProfile,
+    EngineSpeed,
     Limits,
     Need,
     ProfileLearner,
@@ -112,7 +112,7 @@ class ScalingConfig:
     down_after: float = 180.0
     hold: float = 900.0
     headroom: float = 0.1
-    profile: EngineProfile = field(default_factory=EngineProfile)
+    profile: EngineSpeed = field(default_factory=EngineSpeed)
 
     def __post_init__(self) -> None:
         for name in ("ttft", "itl", "cold_start", "drain", "down_after", "hold"):
@@ -260,7 +260,7 @@ class PoolPolicy:
         return self._asked.count
 
     @property
-    def profile(self) -> EngineProfile:
+    def profile(self) -> EngineSpeed:
         """The speed of its engines as it was learned."""
         return self._learner.profile
 
@@ -444,7 +444,7 @@ class ScalingPolicy:
         pools = ", ".join(f"{name}: {pool.asked}" for name, pool in self._pools.items())
         return f"<ScalingPolicy [{pools}]>"
 
-    def profile_of(self, pool: str) -> EngineProfile:
+    def profile_of(self, pool: str) -> EngineSpeed:
         """The speed of the engines of a pool, as far as it is known by now."""
         known = self._pools.get(pool)
         return self.config.profile if known is None else known.profile

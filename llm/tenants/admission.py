@@ -92,8 +92,17 @@ class Admission:
         """
         await self._take(_REQUEST, {REQUESTS: 1, RUNNING: 1})
 
-    def check(self, model: str, priority: int) -> None:
+    @property
+    def default_priority(self) -> int:
+        """The priority of a request that states none: 0, or less where no more may be asked for."""
+        most = _least(part.quota.limits.max_priority for part in self._parts)
+        return 0 if most is None else min(0, most)
+
+    def check(self, model: str, priority: int | None) -> None:
         """Refuse a request for what its tenant may not have.
+
+        Args:
+            priority: that it states; None for none.
 
         Raises:
             PermissionDenied: it is the model.
@@ -106,7 +115,7 @@ class Admission:
                 f"this key may not ask the model {model[:200]!r}; it may ask: {', '.join(models)}",
                 started=False,
             )
-        if most is not None and priority > most:
+        if most is not None and priority is not None and priority > most:
             raise BadRequest(
                 f"priority: this key may ask for {most} at most, not {priority}", param="priority"
             )

@@ -311,6 +311,7 @@ def refusal(shortages: list[Shortage], whose: str) -> RateLimited:
     return RateLimited(
         message,
         retry_after=after,
+        limit=name,
         # What other front ends give back is there soon.
         is_budget=name == BUDGET and (worst.is_final or after > LOOK_AGAIN),
         is_final=worst.is_final,

@@ -89,10 +89,20 @@ def time_text(unix: float) -> str:
 
 
 class _Read(NamedTuple):
-    """The content of a file."""
+    """The content of a file.
+
+    Attributes:
+        lines: of keys, by their digests.
+    """
 
     holders: list[tuple[bytes, KeyHolder]]
     limits: dict[str, Limits]
+    lines: dict[bytes, tuple[int, KeyHolder]]
+
+    @property
+    def is_empty(self) -> bool:
+        """True if it says nothing of anybody."""
+        return not self.holders and not self.limits
 
 
 class ApiKeys:
@@ -104,7 +114,8 @@ class ApiKeys:
     `Limits` has them; those of the tenant `*` are for all of whom none are stated.
 
     Only hashes of keys are kept. A file that cannot be read any longer, or has a mistake, leaves
-    the keys in force that were there before; the log says so, and `problem`.
+    the keys in force that were there before; the log says so, and `problem`. One that has no keys
+    any more is no mistake, once it is seen twice so.
 
     Args:
         now: seconds of a monotonic clock.
@@ -117,9 +128,13 @@ class ApiKeys:
         self._path = path
         self._now = now
         self._identity: _Identity | None = self._identify()
-        self._holders, self._limits = self._read()
+        read = self._read()
+        if read.is_empty:
+            raise ConfigError(f"{path} has no keys: write a tenant and a key in each line")
+        self._holders, self._limits = read.holders, read.limits
         self._look_at = now() + LOOK_INTERVAL
         self._problem = ""
+        self._was_empty = False
 
     def __repr__(self) -> str:
         return f"<ApiKeys {self._path} [{len(self._holders)} keys]>"
@@ -154,7 +169,7 @@ class ApiKeys:
             identity = self._identify()
             if identity == self._identity:
                 return
-            self._holders, self._limits = self._read()
+            read = self._read()
         except ConfigError as error:
             # It is read again even if it comes back as it was.
             self._identity = None
@@ -162,6 +177,12 @@ class ApiKeys:
                 logger.error("the keys that were there before stay in force: %s", error)
             self._problem = error.message
             return
+        if read.is_empty and not self._was_empty:
+            # It may be about to be written: an editor empties it first.
+            self._was_empty = True
+            return
+        self._was_empty = read.is_empty
+        self._holders, self._limits = read.holders, read.limits
         self._identity, self._problem = identity, ""
         logger.info("%r was read again", self)
 
@@ -184,13 +205,11 @@ class ApiKeys:
             ) from None
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{self._path} is larger than {MAX_BYTES} bytes")
-        read = _Read([], {})
+        read = _Read([], {}, {})
         for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
             words = line.split(maxsplit=2)
             if words and not words[0].startswith("#"):
                 self._read_line(read, words, number)
-        if not read.holders and not read.limits:
-            raise ConfigError(f"{self._path} has no keys: write a tenant and a key in each line")
         return read
 
     def _read_line(self, read: _Read, words: Sequence[str], number: int) -> None:
@@ -208,6 +227,12 @@ class ApiKeys:
         if key != NO_KEY:
             digest = self._digest(key, number)
             holder = KeyHolder(tenant, is_operator=bool(roles), key=key_id(digest.hex()))
+            line, before = read.lines.setdefault(digest, (number, holder))
+            if holder != before:
+                raise ConfigError(
+                    f"{self._path}, line {number}: the key is that of line {line}, too, which has "
+                    "another tenant or role: give each a key of its own"
+                )
             read.holders.append((digest, holder))
         if not rest.split():
             return

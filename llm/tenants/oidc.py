@@ -11,6 +11,7 @@ from http.client import HTTPException
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
+import anyio
 import msgspec
 
 from dynbus import ConfigError, Unavailable
@@ -29,6 +30,12 @@ ALGORITHMS: Final = (
 KEY_TYPES: Final = frozenset(("RSA", "EC", "OKP"))
 
 FETCH_TIMEOUT: Final = 5.0
+"""Seconds for each: the connection to the provider, the head of its answer, and the rest."""
+
+PATIENCE: Final = 1.0
+"""Seconds that a token of a known key waits for the keys of a provider that answered the last
+time."""
+
 MOST_BYTES: Final = 256 * 1024
 """Of a document of the provider."""
 
@@ -84,7 +91,12 @@ def fetch(url: str) -> bytes:
     """
     try:
         with _opener.open(url, timeout=FETCH_TIMEOUT) as response:
-            data: bytes = response.read(MOST_BYTES + 1)
+            data, ends = b"", monotonic() + FETCH_TIMEOUT
+            # The timeout of a socket is that of one read.
+            while len(data) <= MOST_BYTES and (piece := response.read1(MOST_BYTES)):
+                data += piece
+                if monotonic() > ends:
+                    raise TimeoutError(f"it takes more than {FETCH_TIMEOUT:g} s")
     except (OSError, HTTPException, ValueError) as error:
         raise Unavailable(f"{url} cannot be read: {error}", started=False) from error
     if len(data) > MOST_BYTES:
@@ -96,7 +108,7 @@ class OidcTokens:
     """The tokens of a provider: each says whose it is.
 
     The provider is asked for its keys when the first token comes, and again when one of an unknown
-    key does. Where it does not answer, the keys count that it had.
+    key does. Where it does not answer, or not soon, the keys count that it had.
 
     Args:
         issuer: the address of the provider, as its tokens have it.
@@ -123,7 +135,8 @@ class OidcTokens:
         self._tenant_claim = tenant_claim
         self._fetch = fetch
         self._keys: dict[str, jwt.PyJWK] = {}
-        self._fetching = asyncio.Lock()
+        self._reading: asyncio.Event | None = None
+        self._is_slow = False
         self._fetched_at: float | None = None
         self._tried_at: float | None = None
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
@@ -200,21 +213,36 @@ class OidcTokens:
         Raises:
             Unavailable: they are not known.
         """
-        async with self._fetching:
-            if not self._is_old and key_id in self._keys:
-                return
-            now = monotonic()
-            if self._tried_at is None or now - self._tried_at >= FETCH_INTERVAL:
-                self._tried_at = now
-                try:
-                    self._keys = await asyncio.to_thread(self._read_keys)
-                except Unavailable as error:
-                    logger.warning("the keys of %s are those from before: %s", self._issuer, error)
-                else:
-                    self._fetched_at = monotonic()
-                    self._known.clear()
+        now = monotonic()
+        if self._reading is None and (
+            self._tried_at is None or now - self._tried_at >= FETCH_INTERVAL
+        ):
+            self._tried_at = now
+            self._reading = asyncio.Event()
+            reading = asyncio.get_running_loop().run_in_executor(None, self._read_keys)
+            reading.add_done_callback(self._end_reading)
+        is_known = key_id in self._keys
+        if self._reading is not None and not (is_known and self._is_slow):
+            with anyio.move_on_after(PATIENCE if is_known else FETCH_TIMEOUT) as waiting:
+                await self._reading.wait()
+            if waiting.cancelled_caught:
+                self._is_slow = True
         if self._fetched_at is None:
             raise Unavailable("the keys of the issuer cannot be read: ask again", started=False)
+
+    def _end_reading(self, reading: asyncio.Future[dict[str, Any]]) -> None:
+        ended, self._reading = self._reading, None
+        if ended is not None:
+            ended.set()
+        try:
+            self._keys = reading.result()
+        except Unavailable as error:
+            self._is_slow = True
+            logger.warning("the keys of %s are those from before: %s", self._issuer, error)
+        else:
+            self._is_slow = False
+            self._fetched_at = monotonic()
+            self._known.clear()
 
     def _read_keys(self) -> dict[str, Any]:
         base = self._issuer.rstrip("/")

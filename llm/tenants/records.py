@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from dynbus import ConfigError
+from dynbus import ConfigError, DynbusError
 from dynbus.spi import (
     Grant,
     JetStream,
@@ -53,6 +53,12 @@ READ_TIMEOUT: Final = 10.0
 _KEY: Final = f"$KV.{KEYS_BUCKET}.key."
 _LIMITS: Final = f"$KV.{KEYS_BUCKET}.limits."
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
+_PLACE: Final = re.compile(
+    rf"\$KV\.{KEYS_BUCKET}\.(?P<kind>key|limits)\.(?P<name>[^.]+)(?:\.[^.]+)?"
+)
+_FULL: Final = "StreamFull"
+_REVOKED: Final = b"null"
+"""The record of a key that is none any more."""
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,10 +80,14 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LimitsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The limits of a tenant on the bus, as JSON."""
+    """The limits of a tenant on the bus, as JSON.
+
+    Attributes:
+        limits: None where they are stated no more.
+    """
 
     tenant: str
-    limits: Limits
+    limits: Limits | None
 
 
 class StoredKey(NamedTuple):
@@ -87,7 +97,7 @@ class StoredKey(NamedTuple):
     record: KeyRecord
 
 
-_key_decoder: Final = msgspec.json.Decoder(KeyRecord)
+_key_decoder: Final = msgspec.json.Decoder(KeyRecord | None)
 _limits_decoder: Final = msgspec.json.Decoder(LimitsRecord)
 
 
@@ -134,42 +144,73 @@ def hash_of(key: str) -> str:
     return digest_of(key).hex()
 
 
-def _limits_subject(tenant: str) -> str:
-    return f"{_LIMITS}{tenant_token(tenant)}"
+class _Records:
+    """Records in the order in which they were stored, of which the last of each key and of each
+    tenant counts."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, KeyRecord] = {}
+        self.limits: dict[str, Limits] = {}
+
+    def put(self, message: StoredMessage) -> None:
+        """A record was stored. One that is none says nothing: the server stores its answers, which
+        are empty, under any subject that is free."""
+        place = _PLACE.fullmatch(message.subject)
+        if place is None:
+            return
+        try:
+            if place["kind"] == "key":
+                self._put_key(place["name"], _key_decoder.decode(message.data))
+            else:
+                self._put_limits(place["name"], _limits_decoder.decode(message.data))
+        except msgspec.DecodeError:
+            return
+
+    def _put_key(self, hash: str, record: KeyRecord | None) -> None:
+        if record is None:
+            self.keys.pop(hash, None)
+        elif _HASH.fullmatch(hash) and is_tenant(record.tenant):
+            self.keys[hash] = record
+
+    def _put_limits(self, token: str, record: LimitsRecord) -> None:
+        if token != tenant_token(record.tenant):
+            return
+        if record.limits is None:
+            self.limits.pop(record.tenant, None)
+        else:
+            self.limits[record.tenant] = record.limits
 
 
 class TenantView:
     """The keys and limits on the bus that are known, without I/O."""
 
     def __init__(self) -> None:
-        self._keys: dict[str, KeyRecord] = {}
-        self._limits: dict[str, LimitsRecord] = {}
-        self._limits_of: dict[str, Limits] = {}
-        self._not_read_again: set[str] = set()
+        self._records = _Records()
+        self._read_anew: _Records | None = None
 
     def __repr__(self) -> str:
-        return f"<TenantView of {len(self._keys)} keys>"
+        return f"<TenantView of {len(self._records.keys)} keys>"
 
     @property
     def keys(self) -> list[StoredKey]:
         """The keys, by tenant and age."""
-        known = [StoredKey(hash, record) for hash, record in self._keys.items()]
+        known = [StoredKey(hash, record) for hash, record in self._records.keys.items()]
         return sorted(known, key=lambda one: (one.record.tenant, one.record.created, one.hash))
 
     @property
     def tenants(self) -> set[str]:
         """Those that have keys."""
-        return {record.tenant for record in self._keys.values()}
+        return {record.tenant for record in self._records.keys.values()}
 
     @property
     def limits(self) -> dict[str, Limits]:
         """The limits, by tenant."""
-        return dict(sorted(self._limits_of.items()))
+        return dict(sorted(self._records.limits.items()))
 
     def holder_of(self, key: str) -> KeyHolder | None:
         """The holder of a key; None for an unknown one."""
         hash = hash_of(key)
-        record = self._keys.get(hash)
+        record = self._records.keys.get(hash)
         if record is None:
             return None
         return KeyHolder(
@@ -183,47 +224,21 @@ class TenantView:
 
     def limits_of(self, tenant: str) -> Limits | None:
         """The limits that are stated of a tenant; None where none are."""
-        return self._limits_of.get(tenant)
+        return self._records.limits.get(tenant)
 
     def put(self, message: StoredMessage) -> None:
-        """A record was written, or taken back; one that is none counts as taken back."""
-        subject = message.subject
-        self._drop(subject)
-        if message.is_marker:
-            return
-        try:
-            if subject.startswith(_KEY):
-                self._put_key(subject.removeprefix(_KEY), _key_decoder.decode(message.data))
-            elif subject.startswith(_LIMITS):
-                self._put_limits(subject, _limits_decoder.decode(message.data))
-        except msgspec.DecodeError:
-            return
-
-    def _put_key(self, hash: str, record: KeyRecord) -> None:
-        if _HASH.fullmatch(hash) and is_tenant(record.tenant):
-            self._keys[hash] = record
-
-    def _put_limits(self, subject: str, record: LimitsRecord) -> None:
-        if subject == _limits_subject(record.tenant):
-            self._limits[subject] = record
-            self._limits_of[record.tenant] = record.limits
+        """A record was stored, or is read again."""
+        records = self._records if self._read_anew is None else self._read_anew
+        records.put(message)
 
     def begin_reading(self) -> None:
-        """All records are about to be read; those that do not come again are gone."""
-        self._not_read_again = {*(f"{_KEY}{hash}" for hash in self._keys), *self._limits}
+        """All records are about to be read: what is known counts until they are."""
+        self._read_anew = _Records()
 
     def end_reading(self) -> None:
         """All records were read."""
-        for subject in list(self._not_read_again):
-            self._drop(subject)
-        self._not_read_again = set()
-
-    def _drop(self, subject: str) -> None:
-        self._not_read_again.discard(subject)
-        self._keys.pop(subject.removeprefix(_KEY), None)
-        record = self._limits.pop(subject, None)
-        if record is not None:
-            del self._limits_of[record.tenant]
+        if self._read_anew is not None:
+            self._records, self._read_anew = self._read_anew, None
 
 
 class TenantBucket:
@@ -246,7 +261,7 @@ class TenantBucket:
             stored = await read_latest(self._jetstream, KEYS_STREAM.name, timeout=READ_TIMEOUT)
         except NoStream:
             return view
-        for message in stored.values():
+        for message in sorted(stored.values(), key=lambda one: one.sequence):
             view.put(message)
         return view
 
@@ -258,7 +273,8 @@ class TenantBucket:
         """
         check_tenant(record.tenant)
         key = f"{KEY_PREFIX}{secrets.token_urlsafe(KEY_BYTES)}"
-        await self._write(f"{_KEY}{hash_of(key)}", msgspec.json.encode(record))
+        await self._jetstream.ensure_stream(KEYS_STREAM)
+        await self._jetstream.publish(f"{_KEY}{hash_of(key)}", msgspec.json.encode(record))
         return key
 
     async def revoke(self, hash: str) -> None:
@@ -267,7 +283,7 @@ class TenantBucket:
         Raises:
             DynbusError: it cannot be stored.
         """
-        await self._take_back(f"{_KEY}{hash}")
+        await self._replace(f"{_KEY}{hash}", _REVOKED)
 
     async def set_limits(self, tenant: str, limits: Limits) -> None:
         """Have other limits for a tenant, in place of all that were stated.
@@ -280,8 +296,7 @@ class TenantBucket:
         """
         if tenant != ALL_TENANTS:
             check_tenant(tenant)
-        record = LimitsRecord(tenant=tenant, limits=limits)
-        await self._write(_limits_subject(tenant), msgspec.json.encode(record))
+        await self._state(LimitsRecord(tenant=tenant, limits=limits))
 
     async def unset_limits(self, tenant: str) -> None:
         """State no limits of a tenant any more: it has those of `ALL_TENANTS`.
@@ -294,18 +309,33 @@ class TenantBucket:
         """
         if tenant != ALL_TENANTS:
             check_tenant(tenant)
-        await self._jetstream.ensure_stream(KEYS_STREAM)
-        await self._take_back(_limits_subject(tenant))
+        await self._state(LimitsRecord(tenant=tenant, limits=None))
 
-    async def _take_back(self, subject: str) -> None:
-        await self._jetstream.purge(KEYS_STREAM.name, subject)
-        # Who follows the bucket hears of no purge.
-        await self._jetstream.publish(subject, b"", deleted=True)
-
-    async def _write(self, subject: str, data: bytes) -> None:
+    async def _state(self, record: LimitsRecord) -> None:
         await self._jetstream.ensure_stream(KEYS_STREAM)
-        await self._jetstream.purge(KEYS_STREAM.name, subject)
-        await self._jetstream.publish(subject, data)
+        await self._replace(f"{_LIMITS}{tenant_token(record.tenant)}", msgspec.json.encode(record))
+
+    async def _replace(self, place: str, data: bytes) -> None:
+        """Store a record that counts from then on, and drop those before it.
+
+        It has a subject of its own, since the bucket replaces none: were the one before purged
+        first, a process that dies behind that would leave neither.
+        """
+        subject = f"{place}.{secrets.token_hex(8)}"
+        try:
+            stored = await self._jetstream.publish(subject, data)
+        except DynbusError as error:
+            if error.code != _FULL:
+                raise
+            # A full bucket must not keep a key in force: here room has to be made first.
+            await self._drop(place)
+            stored = await self._jetstream.publish(subject, data)
+        if stored > 1:
+            await self._drop(place, up_to=stored - 1)
+
+    async def _drop(self, place: str, *, up_to: int = 0) -> None:
+        for subject in (place, f"{place}.*"):
+            await self._jetstream.purge(KEYS_STREAM.name, subject, up_to=up_to)
 
 
 def tenant_grants() -> list[Grant]:

@@ -32,6 +32,7 @@ class TierWatch(InstanceWatch):
     ) -> None:
         super().__init__(bus, name, "tiers", _readings)
         self._store, self._fetcher, self._lends = store, fetcher, source
+        self._damaged = 0
 
     def look(self) -> None:
         """Show how it is now."""
@@ -42,6 +43,7 @@ class TierWatch(InstanceWatch):
             self.put("blocks", kept.blocks)
             moved |= {"kept": kept.kept, "brought": kept.brought}
             self.put("damaged", kept.damaged)
+            self._record(kept.damaged)
             self.put("sessions", kept.sessions)
         if self._fetcher is not None:
             fetched = self._fetcher.statistics
@@ -53,6 +55,12 @@ class TierWatch(InstanceWatch):
             moved["lent"] = self._lends.lent_blocks
             self.put("loans", self._lends.loans)
         self.put_by("moved", "dynbus.kind", moved)
+
+    def _record(self, damaged: int) -> None:
+        """Have new damages of the host's blocks in the flight."""
+        more, self._damaged = damaged - self._damaged, damaged
+        if more:
+            self.record("tier.damaged", blocks=more)
 
     def _text(self) -> str:
         parts: list[str] = []

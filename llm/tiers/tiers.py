@@ -11,7 +11,7 @@ from dynbus import ConfigError, InvalidRequest, Unavailable, context, with_optio
 from dynbus.kvrouter import profiles
 from dynbus.llm.engine import EngineRunner, EngineWorker, ModelEngine
 from dynbus.llm.hand_over.messages import LendRequest, Lent
-from dynbus.llm.hand_over.observing import TransferSpans
+from dynbus.llm.hand_over.observing import HandOverEvents, TransferSpans
 from dynbus.llm.hand_over.part_reader import LeasedPartReader
 from dynbus.llm.hand_over.sink import Sink
 from dynbus.llm.hand_over.source import MAX_SECONDS, Leases, Source
@@ -200,17 +200,20 @@ class Tiers:
             avoids=self._avoids,
             mismatched=self._mismatched,
         )
+        events = HandOverEvents(runtime.bus, own)
         self.source = Source(
             runner,
             Leases.of(mover, self.settling),
             self.fetcher.figures,
+            events=events,
             instance=own.instance_id,
             lease=MAX_SECONDS,
             most_lent=max(1, int(self._lend_share * limits.blocks)),
             model=model.fingerprint,
         )
         spans = TransferSpans(runtime.bus.telemetry, own)
-        return Sink(runner, runtime.bus.background, spans, self.fetcher, avoids=self._avoids)
+        background = runtime.bus.background
+        return Sink(runner, background, spans, self.fetcher, events=events, avoids=self._avoids)
 
     def metadata(self) -> dict[str, str]:
         """The metadata of an instance that has it."""

@@ -78,13 +78,18 @@ class Noise:
         """Blocks of other instances are in the cache: other machines have other bits."""
         self.is_exact = False
 
-    def note(self, blocks: Sequence[Difference], logits: float) -> None:
-        """Take in how far two ways of computing one prompt were apart."""
-        self._measures += 1
+    def note(self, blocks: Sequence[Difference], logits: float) -> bool:
+        """Take in how far two ways of computing one prompt were apart; False where that is no
+        measure, as the two gave what is not finite."""
         norms = [each.norm for each in blocks]
         peaks = [each.peak for each in blocks]
         values = (max(norms, default=0.0), max(peaks, default=0.0), logits)
+        if not all(map(math.isfinite, values)):
+            # By bounds that are not finite everything is noise.
+            return False
+        self._measures += 1
         self._largest = [max(pair) for pair in zip(self._largest, values, strict=True)]
+        return True
 
     @property
     def bounds(self) -> Bounds:

@@ -134,6 +134,16 @@ class VerificationWatch(InstanceWatch):
         self.put("left", len(verifier.suspects.instances))
         new, self._published = findings.since(self._published), findings.count
         for damage in new:
+            self.record(
+                "cache.damaged",
+                damage.request_id,
+                evidence=damage.evidence,
+                sources=",".join(damage.sources),
+                measures=",".join(damage.measures),
+                blocks=damage.blocks,
+                dropped=damage.dropped,
+                requests=len(damage.requests) + damage.requests_left_out,
+            )
             self._beside.start(self._publish, damage, name="an event of a damage")
             if "withdraw" in damage.measures:
                 self._worker.report_broken(

@@ -22,7 +22,7 @@ from .budget import TimeBudget
 from .findings import MAX_TOUCHED, Findings, KvDamage, request_of
 from .judging import Compared, Evidence, Judgement, Measure, Suspects, judge
 from .ledger import BlockLedger, Source
-from .noise import Difference, Floats, Noise, logits_difference
+from .noise import MEASURES, Difference, Floats, Noise, logits_difference
 from .options import VerifyOptions
 from .recomputing import Shape, compare, pieces, recompute, spare
 
@@ -63,8 +63,9 @@ class Figures:
     Attributes:
         answers: by what became of them: `computed` had all of its prompt computed for it,
             `passed_by` was not sampled, `lost` made room for a newer one, `verified`, `damaged`,
-            `touched` by the damage of another one before it was looked at, or `unconfirmed`: it
-            differed from what was computed once, and not from a second time.
+            `touched` by the damage of another one before it was looked at, `unconfirmed`: it
+            differed from what was computed once, and not from a second time, or `unmeasured`: the
+            noise was to be measured by its prompt, which gave what is not finite.
         tokens: that were computed again.
         seconds: that this took.
     """
@@ -176,7 +177,10 @@ class Verifier(KvWitness):
     def _verify(self, sample: Sample) -> Generator[None, None, None]:
         size, room = self._block_size, len(self._model.spare_blocks)
         if not self.noise.is_known:
-            yield from self._measure(sample.token_ids[: room // 2 * size])
+            is_measured = yield from self._measure(sample.token_ids[: room // 2 * size])
+            if not is_measured:
+                self._take_no_measure()
+                return
         tokens = sample.token_ids[: room * size]
         judgement: Judgement | None = None
         for shape in (EVEN, ODD):
@@ -220,8 +224,9 @@ class Verifier(KvWitness):
             apart_logits = logits_difference(sample.logits, logits, exactly=exactly)
         return Compared(blocks, apart_logits), sources
 
-    def _measure(self, tokens: Sequence[int]) -> Generator[None, None, None]:
-        """Measure how far two ways of computing the same are apart."""
+    def _measure(self, tokens: Sequence[int]) -> Generator[None, None, bool]:
+        """Measure how far two ways of computing the same are apart; False where they gave what is
+        not finite."""
         model, size = self._model, self._block_size
         count = -(-len(tokens) // size)
         tables = [spare(model.spare_blocks, first, count) for first in (0, count)]
@@ -230,8 +235,21 @@ class Verifier(KvWitness):
         self.figures.tokens += 2 * len(tokens)
         whole = len(tokens) // size
         apart = compare(model, tables[0][:whole], tables[1][:whole])
-        self.noise.note(apart, logits_difference(even, odd, exactly=False))
+        is_measured = self.noise.note(apart, logits_difference(even, odd, exactly=False))
         yield
+        return is_measured
+
+    def _take_no_measure(self) -> None:
+        answers = self.figures.answers
+        answers["unmeasured"] += 1
+        if answers["unmeasured"] == MEASURES:
+            logger.warning(
+                "%s: what the engine computes of prompts is not finite (inf or NaN), %d times so "
+                "far: its noise is not known, and no answer is verified before it is; look at "
+                "the model and the type of its numbers",
+                self.instance or "an engine",
+                MEASURES,
+            )
 
     # A damage -------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from dynbus.llm.disaggregated.remote_prefill import RemotePrefill
 from dynbus.llm.disaggregated.settings import DisaggregationSettings, follow_settings
 from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
-from dynbus.llm.hand_over.observing import HandOverFigures, TransferSpans
+from dynbus.llm.hand_over.observing import HandOverEvents, HandOverFigures, TransferSpans
 from dynbus.llm.hand_over.part_reader import Part
 from dynbus.llm.hand_over.sink import Limits, Origin, Sink
 from dynbus.spi import ComponentName, InstanceName, describe_exception
@@ -95,7 +95,9 @@ async def remote_prefill(
             runtime, prefill, client(router), client(None), engine, identity, figures
         )
         spans = TransferSpans(runtime.bus.telemetry, own)
-        yield Sink(runner, runtime.background, spans, RemotePrefill(choice, engines, spans))
+        prefill_elsewhere = RemotePrefill(choice, engines, spans)
+        events = HandOverEvents(runtime.bus, own)
+        yield Sink(runner, runtime.background, spans, prefill_elsewhere, events=events)
 
 
 class PrefillEngines(Origin):

@@ -27,7 +27,7 @@ from dynbus.llm.engine.options import KvEvents
 from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.engine.worker import LONGEST_PREFILL, EngineWorker
 from dynbus.llm.hand_over.messages import Prefilled, PrefillRequest
-from dynbus.llm.hand_over.observing import HandOverFigures, HandOverWatch
+from dynbus.llm.hand_over.observing import HandOverEvents, HandOverFigures, HandOverWatch
 from dynbus.llm.hand_over.source import Source
 from dynbus.llm.models.card import ModelType, check_lora_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
@@ -332,6 +332,7 @@ class VllmWorker(EngineWorker, namespace="llm"):
                 self._running(),
                 self._keeper.keep,
                 self.figures,
+                events=HandOverEvents(self.runtime.bus, name),
                 instance=self.instance_id,
                 lease=engine.lease,
                 in_parts=False,

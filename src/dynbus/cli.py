@@ -45,6 +45,8 @@ SECTIONS: Final[Mapping[str, Texts]] = {
     },
     "Look": {
         "ps": "List the instances, and what they do.",
+        "top": "Show what happens, in the terminal.",
+        "dashboard": "Show what happened, in a browser.",
         "why": "Say why a request went where it went.",
         "kv": "Look into KV caches.",
         "models": "List the models; name and tune them.",
@@ -62,6 +64,8 @@ SECTIONS: Final[Mapping[str, Texts]] = {
         "doctor": "Check the server and this machine.",
         "dump": "Collect the state of a fleet in one archive.",
         "keys": "Make and revoke keys of front ends.",
+        "plan": "Say how many engines a traffic takes.",
+        "profile": "Measure how long an engine's steps take.",
         "record": "Save what routers have recorded.",
         "replay": "Make recorded decisions again.",
         "setup": "Make the streams of a namespace.",

@@ -15,6 +15,6 @@ RECORD: Final[dict[str, float]] = {
     "an item of an engine's step, read as bytes": 22.2,
     "a job that is submitted": 164.0,
     "a KV event": 36.1,
-    "a decision for 8,192 tokens": 3710.0,
+    "a decision for 8,192 tokens": 2372.0,
     "a token from an engine's step to the socket": 70.4,
 }

@@ -36,6 +36,7 @@ def test_every_field_has_an_environment_variable() -> None:
         "DYNBUS_EMBEDDED_OPEN": "true",
         "DYNBUS_DEBUG": "true",
         "DYNBUS_FLIGHT": "true",
+        "DYNBUS_FLIGHT_RECORDS": "9",
         "DYNBUS_SCHEMA_CHECK": "warn",
         "DYNBUS_ZONE": "eu-1a",
         "DYNBUS_HOST": "node-7",
@@ -70,6 +71,7 @@ def test_every_field_has_an_environment_variable() -> None:
         embedded_open=True,
         debug=True,
         flight=True,
+        flight_records=9,
         schema_check="warn",
         zone="eu-1a",
         host="node-7",
@@ -200,6 +202,7 @@ URL_REMEDY = "write NATS URLs, nats://HOST:PORT, for example nats://127.0.0.1:42
             "letters, digits, '-', '_' and '.', is "
             "understood, not 'region=eu'",
         ),
+        ({"flight_records": 0}, "flight_records = 0: it must be 1 or more"),
         ({"replicas": 0}, "replicas = 0: it must be 1 to 5, which is what JetStream takes"),
         ({"replicas": 6}, "replicas = 6: it must be 1 to 5, which is what JetStream takes"),
         ({"drain_grace": -1}, "drain_grace = -1: it must be 0 to 1e+09 seconds"),

@@ -19,7 +19,7 @@ from tests.certificates import Authority
 
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.extras import how_to_install
-from dynbus.bus.telemetry import health
+from dynbus.bus.telemetry import get_server
 from dynbus.bus.telemetry.health import HealthServer, Status, health_tls, parse_address
 
 WELL = Status()
@@ -159,7 +159,7 @@ def test_head_is_answered_without_a_body() -> None:
 
 
 def test_a_client_that_stalls_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "REQUEST_TIMEOUT", 0.05)
+    monkeypatch.setattr(get_server, "REQUEST_TIMEOUT", 0.05)
 
     async def scenario() -> None:
         async with server() as opened, connection(opened) as (reader, writer):
@@ -173,7 +173,7 @@ def test_a_client_that_stalls_is_dropped(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_connections_beyond_the_limit_are_dropped_and_those_within_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(health, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(get_server, "MAX_CONNECTIONS", 2)
 
     async def scenario() -> None:
         async with (

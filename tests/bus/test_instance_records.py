@@ -15,7 +15,7 @@ from tests.conditions import eventually
 
 from dynbus.bus.background import Background
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, Unavailable
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.records.instance_records import (
@@ -229,6 +229,35 @@ def test_a_lease_stays_held_while_the_servers_elect_a_leader() -> None:
     states, revision = run(on_lane(story))
     assert states == [LeaseState.HELD, LeaseState.ENDED]
     assert revision > 1
+
+
+@pytest.mark.parametrize(("elects_for", "is_known"), [(3.0, True), (60.0, False)])
+def test_who_holds_an_id_is_asked_for_until_a_leader_is_elected(
+    elects_for: float, is_known: bool
+) -> None:
+    async def story(lane: Background) -> str:
+        jetstream = (await MemoryBus().connect()).jetstream
+        other = LeaseKeeper(
+            jetstream, lane, msgspec.structs.replace(RECORD, incarnation="other"), 9.0
+        )
+        await other.announce()
+        elected_at, last = monotonic() + elects_for, jetstream.last
+
+        async def last_of_a_leader(stream: str, subject: str, **given: float) -> object:
+            if monotonic() < elected_at:
+                raise Unavailable("JetStream system temporarily unavailable")
+            return await last(stream, subject, **given)
+
+        jetstream.last = last_of_a_leader  # type: ignore[assignment,method-assign]
+        keeper = LeaseKeeper(jetstream, lane, RECORD, 9.0)
+        try:
+            held = await keeper.other_holder()
+        except Unavailable:
+            held = None
+        await other.withdraw()
+        return held.record.incarnation if held else ""
+
+    assert run(on_lane(story)) == ("other" if is_known else "")
 
 
 async def announced(

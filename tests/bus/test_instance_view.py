@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dynbus.bus.protocol.names import InstanceName
@@ -74,6 +74,16 @@ def _do(view: InstanceView, step: tuple[str, str, float], now: float) -> None:
             view.came_back(now)
 
 
+@example(
+    [
+        ("put", "b", 0.0),
+        ("back", "a", 0.0),
+        ("put", "a", 0.0),
+        ("expire", "b", 0.0),
+        ("put", "a", 0.0),
+        ("put", "b", 0.0),
+    ]
+)
 @given(
     st.lists(
         st.tuples(

@@ -113,6 +113,33 @@ async def test_a_file_that_does_not_come_to_its_end_leaves_nothing(
     assert await batches.files(tenant) == []
 
 
+async def test_what_is_left_of_files_whose_process_was_killed_is_dropped(
+    bus: Bus, batches: BatchStore, tenant: str
+) -> None:
+    file = await batches.create_file(tenant, "in.jsonl", pieces(b"x"), limit=10)
+    runs, ended = batch(tenant), replace(batch(tenant), status=Status.CANCELLED)
+    for one in (runs, ended):
+        await batches.create_batch(one)
+        await batches.put_part(one.written("output"), 0, b"a line\n")
+    by_hand = f"notes-{secrets.token_hex(8)}.txt"
+    await ObjectStore((await bus.connect()).jetstream, FILES).put(by_hand, b"ours")
+    killed = f"file-{secrets.token_hex(8)}"
+    for number in range(2):
+        await batches.put_part(killed, number, b"a line\n")
+
+    await batches.drop_abandoned()
+    fresh = await parts(bus, killed)
+    dropped = await batches.drop_abandoned(older_than=0.0)
+    kept = (file.id, runs.written("output"), by_hand.removesuffix(".txt"))
+    left = [await parts(bus, one) for one in kept]
+    gone = [await parts(bus, one) for one in (ended.written("output"), killed)]
+
+    assert fresh == 2
+    # The server keeps those of other tests.
+    assert dropped >= 2
+    assert (left, gone) == ([1, 1, 1], [0, 0])
+
+
 async def test_files_of_clients_have_bounded_room_and_those_that_batches_write_have_theirs(
     batches: BatchStore, tenant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +162,24 @@ async def test_files_of_clients_have_bounded_room_and_those_that_batches_write_h
 
     assert taken == 0
     assert (refused.value.status, refused.value.reason) == (413, "storage_full")
+
+
+async def test_what_batches_write_has_bounded_room_of_which_tenants_have_their_parts(
+    batches: BatchStore, tenant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MAX_UPLOADED", store.MAX_STORED - 100_000)
+    other = f"bob-{tenant}"
+    read = await batches.create_file(tenant, "in.jsonl", pieces(b"x" * 30_000), limit=30_000)
+    await batches.check_room(tenant, read.size)
+    runs = replace(batch(tenant), input_file_id=read.id)
+    await batches.create_batch(runs)
+    await batches.put_file(replace(read, id=f"{read.id}o", purpose=OUTPUT))
+
+    with pytest.raises(store.StorageFull, match="no room for this batch"):
+        await batches.check_room(tenant, read.size)
+    await batches.check_room(other, read.size)
+    await batches.delete_batch(runs)
+    await batches.check_room(tenant, read.size)
 
 
 async def test_files_that_come_at_the_same_time_share_what_room_is_left(

@@ -50,6 +50,7 @@ from dynbus.bus.protocol.names import (
 from dynbus.bus.transport import AckKind
 from dynbus.bus.work_queue import DeadLetters, Job, JobLog, JobResult, Outcome
 from dynbus.bus.work_queue.holders import read_holders
+from dynbus.bus.work_queue.job_log import RunPhase
 
 from .conftest import Bus, eventually
 
@@ -424,18 +425,32 @@ async def test_a_signal_of_another_type_is_left_out(
     assert "leaves a signal 'approved' out, and waits for the next" in caplog.text
 
 
-async def test_a_job_that_left_a_signal_out_waits_on_without_a_place(
+async def test_a_job_that_waits_without_a_place_is_woken_each_time(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "STAYS", 0.05)
     await fleet.start(fleet.shop)
     job = await fleet.client.approve.submit(3600.0)
-    await eventually(lambda: fleet.notes.done["send 1"])
-    await job.signal("approved")
+    namespace, component, handler_name, name = job.id.split(".", 3)
+    queue = EndpointName(namespace, component, handler_name)
+    log = JobLog(fleet.runtime.bus.data.jetstream, queue)
 
-    await comes_to(job, "running")
-    await comes_to(job, "waiting")
+    async def waits(times: int, awaited: str) -> None:
+        waiting = RunPhase.WAITING, times, awaited
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                state, _ = await log.run_state(name)
+                if state is not None and (state.phase, state.waits, state.signal) == waiting:
+                    return
+                # No event tells.
+                await asyncio.sleep(0.02)
+
+    await waits(1, "approved")
+    # It is left out.
+    await job.signal("approved")
+    await waits(2, "approved")
     await job.signal("approved", "the clerk")
+    await waits(3, "sealed")
     await job.signal("sealed", "the mayor")
 
     assert await job.result(PATIENCE) == "the clerk and the mayor"

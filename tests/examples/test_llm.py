@@ -112,8 +112,11 @@ def test_servers_that_run_already_share_the_requests_of_their_model(
             endpoint="demo.Server.generate",
             options=options,
         ) as url:
-            for number in range(8):
+            # Both are as good for one request alone, and one of them is drawn.
+            for number in range(64):
                 chat(url, "served", f"say {number}")
+                if all(server.asked for server in servers):
+                    break
     assert all(server.asked for server in servers)
 
 

@@ -157,9 +157,14 @@ def engine_of(instance: ActorInstance) -> Engine:
 
 
 async def other_side(runtime: Runtime, node: str) -> int:
-    """The process of the other side, once it is found."""
+    """The process of the other side, once it is found, and nothing of a test before this one."""
     runtime.discovery.begin()
-    await eventually(lambda: bool(found(runtime, node)), what=f"there is {node}")
+
+    def is_alone() -> bool:
+        pids = [pid for _, pid in found(runtime, node)]
+        return len(pids) == 1 and Path(f"/proc/{pids[0]}").exists()
+
+    await eventually(is_alone, what=f"there is {node}, and the one of the test before has gone")
     [(_, pid)] = found(runtime, node)
     return pid
 

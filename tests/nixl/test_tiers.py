@@ -15,7 +15,8 @@ from tests.llm.weights.tiny_models import TINY_MODELS
 from dynbus import call_options
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.routing.cost import Candidate, RequestShape
+from dynbus.kvrouter.routing.candidates import Candidate
+from dynbus.kvrouter.routing.cost import RequestShape
 from dynbus.kvrouter.routing.router import open_router
 from dynbus.llm.engine.interface import EngineLoad
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling

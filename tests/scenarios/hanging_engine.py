@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from dynbus import Reply, handler
 from dynbus.llm import MockWorker, Step
+from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.mock import MockConfig, MockEngine
 
 PAUSE: Final = 0.01
@@ -71,7 +73,12 @@ class OnTheLoop(HangingEngine):
 
 
 class Engine(MockWorker, namespace="hanging"):
-    """Has such an engine."""
+    """Has such an engine. Where many hang, a stream may meet one after the other."""
+
+    @handler(concurrency=None, idle_timeout=120.0, resume="rest_of", migration_limit=20)
+    async def generate(self, request: GenerateRequest, reply: Reply[Generated]) -> None:
+        """The tokens that continue a prompt."""
+        await self.serve_request(self._new_name(), request, reply)
 
     def make_engine(self) -> MockEngine:
         config = MockConfig(blocks=4096, block_size=16, max_num_batched_tokens=512)

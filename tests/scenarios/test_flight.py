@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio.to_thread
 import pytest
@@ -13,14 +15,19 @@ from click.testing import CliRunner, Result
 from tests.conditions import eventually
 from tests.kvrouter.routing.routing_fixtures import BLOCK
 from tests.kvrouter.routing.worker import Worker, prompt
+from tests.llm.disaggregated.movers import MemoryMover, Wire
+from tests.llm.disaggregated.tiny_engine import tiny_engine
 
-from dynbus import Runtime, call_options
+from dynbus import Actor, Overloaded, Runtime, call_options, handler
 from dynbus.actors.commands.recording import record, replay
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.flight import flight_stream
+from dynbus.bus.flight import digest_of_request, flight_stream
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.transport import NoStream
 from dynbus.kvrouter import open_router
+from dynbus.llm.disaggregated.worker import DisaggregatedWorker
+from dynbus.llm.generation import GenerateRequest, Sampling
+from dynbus.transfer.layout import KvMemory
 
 from .project import Folder
 
@@ -67,6 +74,7 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
     shown = await invoke(record, "show", str(path))
     traced = await invoke(record, "trace", str(path))
     other = await invoke(replay, str(path), "--set", "policy=dynamo")
+    plotted = await invoke(replay, str(path), "--set", "policy=dynamo", "--plot", "-")
     why = await invoke(replay, str(path), "--request", "secret-7", "--at", "0s")
     before = await invoke(replay, str(path), "--at", "1h", "--json")
     wrong = await invoke(replay, str(path), "--set", "polcy=dynamo")
@@ -85,6 +93,10 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
     assert sorted(whos) == [["instance.ready", f"llm.Worker@{name}"] for name in "abc"]
     assert other.exit_code == 0, other.output
     assert f"of {CALLS} decisions as on record" in other.output
+    assert "Requests, on record and now" not in other.output
+    places = [line.split()[0] for line in plotted.output.splitlines() if "  on record  " in line]
+    assert places
+    assert plotted.output.startswith(other.output)
     assert why.exit_code == 0, why.output
     assert f"router to llm.Worker: {CALLS} decisions, 0 requests run, 0 wait" in why.output
     assert "secret-7, attempt 1: " in why.output
@@ -94,6 +106,86 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
     assert "did you mean policy?" in str(wrong.exception)
     assert b"secret-" not in path.read_bytes()
     assert BLOCK == 16
+
+
+class Engine(DisaggregatedWorker, namespace="llm"):
+    """Hands prompts over within this process."""
+
+    wire: ClassVar = Wire()
+
+    def open_mover(self, name: str, memory: KvMemory) -> AbstractAsyncContextManager[MemoryMover]:
+        return self.wire.mover(str(self.__dynbus_name__), memory)
+
+
+class Mailbox(Actor, namespace="llm"):
+    """Does one thing at a time, and takes no other meanwhile."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = asyncio.Event(), asyncio.Event()
+
+    @handler(concurrency=1, queue=0)
+    async def take(self, text: str) -> str:
+        self.has_begun.set()
+        await self.may_end.wait()
+        return text
+
+
+async def test_a_call_that_is_refused_and_a_hand_over_that_fails_are_in_a_saved_file(
+    own_server: RunningServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.flight"
+    model = tiny_engine(tmp_path, checksums=True)
+    request = GenerateRequest(
+        [4 + number % 50 for number in range(100)],
+        4,
+        sampling=Sampling(temperature=0),
+        ignore_eos=True,
+    )
+    async with Runtime.connect(own_server.url, flight=True) as runtime:
+        mailbox = (await runtime.start(Mailbox)).actor
+        assert isinstance(mailbox, Mailbox)
+        for node in ("prefill", "decode"):
+            remote: dict[str, Any] = (
+                {"disaggregation": {"mode": "remote"}} if node == "decode" else {}
+            )
+            engine = await runtime.start(Engine, node=node, **model, **remote)
+            await runtime.discovery.wait_for_instance(engine.name)
+        decode = runtime.client(Engine, node="decode", wait=10.0)
+        for damages in (False, True):
+            Engine.wire.damages = damages
+            with call_options(request_id=f"secret-{damages}"):
+                assert [item async for item in decode.generate(request)]
+            request.token_ids.reverse()
+
+        takes = runtime.client(Mailbox, retries=0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(takes.take, "hidden")
+            with anyio.fail_after(10.0):
+                await mailbox.has_begun.wait()
+            with pytest.raises(Overloaded), call_options(request_id="secret-refused"):
+                await takes.take("hidden")
+            mailbox.may_end.set()
+        # What is gathered is sent at the end.
+    saved = await invoke(record, "save", str(path), "--namespace", "llm", "--nats", own_server.url)
+    shown = await invoke(record, "show", str(path), "--json")
+    one = await invoke(record, "show", str(path), "--request", "secret-True")
+
+    assert saved.exit_code == 0, saved.output
+    events = [json.loads(line) for line in shown.output.splitlines()]
+    by_what = {event["what"]: event for event in events}
+    refused, done, failed = (
+        by_what[what] for what in ("call.refused", "hand_over.done", "hand_over.failed")
+    )
+    assert refused["request"] == digest_of_request("secret-refused")
+    assert (refused["error"], refused["why"], refused["running"]) == ("Overloaded", "full", 1)
+    assert done["request"] == digest_of_request("secret-False")
+    assert (done["kind"], done["blocks"]) == ("prefill", 7)
+    assert done["bytes"] > 0
+    assert (failed["why"], failed["error"]) == ("damaged", "ChecksumMismatch")
+    assert failed["request"] == digest_of_request("secret-True")
+    assert "hand_over.failed llm.decode@" in one.output
+    assert "secret" not in shown.output
+    assert "hidden" not in shown.output
 
 
 async def test_what_a_run_does_is_on_record(

@@ -214,13 +214,15 @@ async def test_a_process_that_is_stopped_and_goes_on_does_not_hang(
     assert "hangs" not in folder.output()
 
 
+@pytest.mark.timeout(13 * 3600)
 @pytest.mark.nightly(
     "tests/llm/engine/test_step_watch.py::test_steps_of_a_long_prompt_may_make_nothing"
 )
 async def test_nothing_hangs_under_full_load_with_long_prompts(folder: Folder) -> None:
     seconds = float(os.environ.get("HANG_FREE_SECONDS", "120"))
+    count = int(os.environ.get("HANG_FREE_ENGINES", "2"))
     began = asyncio.get_running_loop().time()
-    async with engines(folder, 2) as runtime:
+    async with engines(folder, count) as runtime:
         client = runtime.client(Engine)
 
         async def ask(number: int) -> int:
@@ -231,17 +233,19 @@ async def test_nothing_hangs_under_full_load_with_long_prompts(folder: Folder) -
                 asked += 1
             return asked
 
-        asked = await asyncio.gather(*(ask(number) for number in range(16)))
+        asked = await asyncio.gather(*(ask(number) for number in range(8 * count)))
 
-    print(f"{sum(asked)} requests with prompts of up to 30,000 tokens in {seconds:g} s")
+    print(f"{count} engines, {seconds:g} s, {sum(asked)} requests, prompts of up to 30,000 tokens")
     assert "hangs" not in folder.output()
 
 
-async def many_hangs(folder: Folder, count: int) -> list[float]:
-    """Have engines hang one after the other under streams; how soon each was noticed."""
+async def many_hangs(folder: Folder, count: int, instances: int, at_once: int) -> None:
+    """Have engines hang under streams, several at once, and be noticed soon."""
     noticed: list[float] = []
     random = Random(count)
-    async with engines(folder, 3) as runtime:
+    hanging: set[str] = set()
+    numbers = iter(range(count))
+    async with engines(folder, instances) as runtime:
         client = runtime.client(Engine)
         ending = asyncio.Event()
 
@@ -252,26 +256,38 @@ async def many_hangs(folder: Folder, count: int) -> list[float]:
                 asked += 1
             return asked
 
+        def serving() -> list[str]:
+            return sorted(set(runtime.instance_ids(Engine)) - hanging)
+
+        async def hang_each() -> None:
+            for _ in numbers:
+                # One that was ended often starts again after half a minute.
+                await eventually(lambda: len(serving()) > max(1, instances // 4))
+                victim = random.choice(serving())
+                hanging.add(victim)
+                with call_options(instance=victim):
+                    # One that has just started has learned nothing of its steps.
+                    await Stream(client, request_of(STREAMS, tokens=80)).check()
+                way = random.choice(["lock", "c", "loop", "scheduler"])
+                seconds = await hang(folder, runtime, way, victim)
+                # A scheduler may have had one step more.
+                assert seconds < LIMIT * (2 if way == "scheduler" else 1) + 3.0, way
+                noticed.append(seconds)
+                hanging.remove(victim)
+
         asking = [asyncio.create_task(ask(number)) for number in range(STREAMS)]
-        for _ in range(count):
-            await eventually(lambda: len(runtime.instance_ids(Engine)) == 3)
-            victim = random.choice(runtime.instance_ids(Engine))
-            with call_options(instance=victim):
-                # One that has just started has learned nothing of its steps.
-                await Stream(client, request_of(STREAMS, tokens=80)).check()
-            noticed.append(
-                await hang(folder, runtime, random.choice(["lock", "c", "loop"]), victim)
-            )
-            assert not any(task.done() for task in asking), [task for task in asking if task.done()]
+        await asyncio.gather(*(hang_each() for _ in range(at_once)))
+        assert not any(task.done() for task in asking), [task for task in asking if task.done()]
         ending.set()
         answered = sum(await asyncio.gather(*asking))
     noticed.sort()
+    assert len(noticed) == count
     print(
         f"{count} hangs, noticed after {noticed[count // 2]:.2f} s (median), "
         f"{noticed[-1]:.2f} s at most; {answered} streams, none lost or doubled a token"
     )
+    # No engine counted as hung that did not hang.
     assert folder.output().count("it hangs, and is ended") == count
-    return noticed
 
 
 @pytest.mark.timeout(900)
@@ -279,14 +295,10 @@ async def many_hangs(folder: Folder, count: int) -> list[float]:
     "tests/llm/engine/test_hangs.py::test_an_engine_that_hangs_is_withdrawn_and_its_streams_go_on_elsewhere"
 )
 async def test_streams_outlive_tens_of_hangs(folder: Folder) -> None:
-    noticed = await many_hangs(folder, 30)
-
-    assert noticed[-1] < LIMIT + 3.0
+    await many_hangs(folder, 30, instances=3, at_once=1)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(4 * 3600)
 async def test_streams_outlive_a_thousand_hangs(folder: Folder) -> None:
-    noticed = await many_hangs(folder, int(os.environ.get("HANGS", "1000")))
-
-    assert noticed[-1] < LIMIT + 3.0
+    await many_hangs(folder, int(os.environ.get("HANGS", "1000")), instances=16, at_once=3)

@@ -20,7 +20,7 @@ from tests.llm.models.tiny_model import tiny_folder
 from tests.transfer.kv_blocks import small_layout
 
 from dynbus import Actor, ConfigError, EndpointName, Runtime, Topic, handler, subscribe
-from dynbus.bus.flight import FlightRecorder
+from dynbus.bus.flight import FlightRecorder, Sampling
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.nats.stream_config import stream_request
@@ -166,7 +166,7 @@ async def use_everything(exits: AsyncExitStack, runtime: Runtime, folder: Path) 
     async with queue.take() as taker:
         await (await anext(taker)).bury("no paper")
     await Topic(TOPIC, bytes, namespace="demo").publish(b"", runtime=runtime)
-    recorder = FlightRecorder(bus.data, bus.background, "demo")
+    recorder = FlightRecorder(bus.data, bus.background, "demo", Sampling(10**6))
     await eventually(lambda: recorder.is_ready)
 
 

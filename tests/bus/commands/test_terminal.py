@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +42,28 @@ def test_a_piped_table_is_plain_text_with_nothing_cut_off(
     assert lines[2].split() == [long, "-"]
 
 
+def test_bars_are_as_long_as_their_numbers_and_printed_where_they_are_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bars = [("[a]", 4.0, "4 ms"), ("b", 2.0, "2 ms"), ("c", 0.0, "0 ms")]
+
+    terminal.print_bars("Times", bars)
+    nothing = capsys.readouterr().out
+    terminal.print_bars("Times", [], always=True)
+    terminal.print_bars("Times", bars, always=True)
+
+    assert nothing == ""
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == "Times"
+    assert [line.split()[0] for line in lines] == ["[a]", "b", "c"]
+    assert [line.split()[-2:] for line in lines] == [["4", "ms"], ["2", "ms"], ["0", "ms"]]
+    long, half, none = (line.count("\N{FULL BLOCK}") for line in lines)
+    assert long > 50
+    assert abs(long - 2 * half) <= 1
+    assert none == 0
+    assert {len(line) for line in lines} == {100}
+
+
 def test_json_is_indented_for_people_and_one_line_for_programs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -47,6 +71,20 @@ def test_json_is_indented_for_people_and_one_line_for_programs(
     terminal.print_json({"a": [1]}, indent=0)
 
     assert capsys.readouterr().out == '{\n  "a": [\n    1\n  ]\n}\n{"a":[1]}\n'
+
+
+@pytest.mark.parametrize("indent", [0, 2])
+def test_json_cannot_steer_the_terminal_and_says_what_was(
+    indent: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "\x9b31m \u202e \U000e0001 \x1b[2J \n ä \U0001f600"
+
+    terminal.print_json({hostile: hostile}, indent=indent)
+
+    shown = capsys.readouterr().out
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert "ä" in shown
+    assert json.loads(shown) == {hostile: hostile}
 
 
 def test_what_comes_from_elsewhere_cannot_steer_the_terminal(

@@ -178,11 +178,20 @@ async def test_a_server_that_is_lost_is_told_and_looked_at_again_when_it_is_back
     assert [each.row.instance_id for each in back.shown] == ["i1"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_terminal_is_left_as_it_was(own_server: RunningServer, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        (("ps", "--watch"), signal.SIGINT),
+        (("ps", "--watch"), signal.SIGTERM),
+        (("top",), signal.SIGINT),
+    ],
+)
+def test_the_terminal_is_left_as_it_was(
+    own_server: RunningServer, command: tuple[str, ...], number: signal.Signals
+) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "dynbus", "ps", "--watch", "--nats", own_server.url],
+        [sys.executable, "-m", "dynbus", *command, "--nats", own_server.url],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import anyio
 import pytest
 from tests.flights import events_on
 
-from dynbus import Actor, Unavailable, call_options, handler
+from dynbus import Actor, DeadlineExceeded, Overloaded, Unavailable, call_options, handler
 from dynbus.bus.flight import digest_of_request, flight_stream
-from dynbus.bus.flight.events import Event
+from dynbus.bus.flight.records import Event
 from dynbus.testing import TestKit, run
 
 
@@ -74,3 +76,55 @@ def test_what_happens_after_the_end_is_not_recorded_and_disturbs_nothing() -> No
             return [one.what for one in await events_on(kit.bus, "flown")]
 
     assert run(story()) == ["before"]
+
+
+class Mailbox(Actor, namespace="flown"):
+    @handler(concurrency=1, queue=1)
+    async def take(self, text: str) -> str:
+        await anyio.sleep(2.0)
+        return text
+
+
+def test_calls_that_wait_or_find_no_place_are_on_record_with_the_reason() -> None:
+    async def story() -> list[Event]:
+        async with TestKit(flight=True) as kit:
+            await kit.start(Mailbox)
+            mailbox = kit.client(Mailbox, retries=0)
+
+            async def call(number: int, timeout: float = 30.0) -> None:
+                metadata = {"tenant": "ada"}
+                options = call_options(
+                    request_id=f"secret-{number}", metadata=metadata, timeout=timeout
+                )
+                with options, suppress(Overloaded, DeadlineExceeded):
+                    await mailbox.take("hidden")
+
+            async with anyio.create_task_group() as tasks:
+                for number in range(3):
+                    tasks.start_soon(call, number)
+                    await anyio.sleep(0.1)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(call, 3)
+                await anyio.sleep(0.1)
+                # What it would take is known: it is too late when it comes.
+                tasks.start_soon(call, 4, 1.0)
+            await anyio.sleep(1.0)
+            return await events_on(kit.bus, "flown")
+
+    happened = [one for one in run(story()) if one.what.startswith("call.")]
+
+    assert [(one.what, one.request) for one in happened] == [
+        ("call.refused", digest_of_request("secret-2")),
+        ("call.waited", digest_of_request("secret-1")),
+        ("call.refused", digest_of_request("secret-4")),
+    ]
+    full, waited, late = (one.details for one in happened)
+    assert {one.who.partition("@")[0] for one in happened} == {"flown.Mailbox.take"}
+    assert (full["error"], full["why"], full["running"], full["waiting"]) == (
+        *("Overloaded", "full", 1, 1),
+    )
+    assert float(waited["waited"]) == pytest.approx(1.9, abs=0.2)
+    assert (late["error"], late["why"]) == ("Overloaded", "late")
+    assert float(late["retry_after"]) > 0
+    assert full["tenant"] == late["tenant"] != "ada"
+    assert "secret" not in repr(happened)

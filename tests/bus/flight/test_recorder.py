@@ -11,10 +11,19 @@ import msgspec
 import pytest
 
 from dynbus.bus.background import Background
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import PermissionDenied
 from dynbus.bus.flight import recorder as recording
 from dynbus.bus.flight.recorder import FlightRecorder
-from dynbus.bus.flight.records import Entry, decode_message, entries_of, flight_stream
+from dynbus.bus.flight.records import (
+    EVENT,
+    Entry,
+    decode_event,
+    decode_message,
+    entries_of,
+    flight_stream,
+)
+from dynbus.bus.flight.sampling import Sampling
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.transport import Connection
 from dynbus.testing import run
@@ -25,11 +34,13 @@ class Happened(msgspec.Struct, frozen=True, array_like=True, tag="test.happened"
 
 
 @asynccontextmanager
-async def recorder_on(connection: Connection) -> AsyncGenerator[FlightRecorder]:
+async def recorder_on(
+    connection: Connection, sampling: Sampling | None = None
+) -> AsyncGenerator[FlightRecorder]:
     background = Background("test", lambda error: None)
     await background.open()
     try:
-        yield FlightRecorder(connection, background, "demo")
+        yield FlightRecorder(connection, background, "demo", sampling or Sampling(10**6))
     finally:
         await background.close()
 
@@ -104,3 +115,64 @@ def test_nothing_is_recorded_where_the_stream_may_not_be_made(
         assert run(story()) == 2
 
     assert "an operator makes the stream: `dynbus setup`" in caplog.text
+
+
+def test_a_recorder_tells_its_share_when_that_changes_and_each_minute() -> None:
+    async def story() -> list[Entry]:
+        connection = await MemoryBus().connect()
+        sampling = Sampling(20)
+        async with recorder_on(connection, sampling) as recorder:
+            recorder.note(Happened("all"), monotonic())
+            await anyio.sleep(1.0)
+            for _ in range(70):
+                recorder.note(Happened("too many"), monotonic())
+            await anyio.sleep(1.0)
+            assert [recorder.share(digest) for digest in (3, 4)] == [0, 4]
+            for _ in range(64):
+                for _ in range(10):
+                    recorder.note(Happened("one of four"), monotonic())
+                await anyio.sleep(1.0)
+            # Though nothing is recorded.
+            await anyio.sleep(30.0)
+            assert sampling.one_in == 1
+            await connection.barrier()
+            return await recorded(connection)
+
+    entries = run(story())
+
+    shares = [
+        (round(entry.at - entries[0].at), decode_event(entry.body).details["one_in"])
+        for entry in entries
+        if entry.kind == EVENT
+    ]
+    assert [one for _, one in shares] == [4, 4, 2, 1]
+    assert [at for at, _ in shares[:2]] == [1, 61]
+    assert 65 < shares[2][0] < shares[3][0] < 85
+    # What is left out is no gap.
+    assert {entry.missing for entry in entries} == {0}
+
+
+def test_the_end_of_a_share_that_was_lost_is_told_again() -> None:
+    async def story() -> list[Entry]:
+        bus = MemoryBus()
+        connection = await bus.connect()
+        sampling = Sampling(20)
+        async with recorder_on(connection, sampling) as recorder:
+            for _ in range(30):
+                recorder.note(Happened("too many"), monotonic())
+            await anyio.sleep(1.0)
+            assert sampling.one_in == 2
+            bus.stop()
+            # It is told that all are recorded again, and nobody hears it.
+            await anyio.sleep(20.0)
+            assert sampling.one_in == 1
+            bus.start()
+            await anyio.sleep(5.0)
+            recorder.note(Happened("all"), monotonic())
+            await anyio.sleep(1.0)
+            await connection.barrier()
+            return await recorded(connection)
+
+    told = [decode_event(entry.body) for entry in run(story()) if entry.kind == EVENT]
+
+    assert [event.details["one_in"] for event in told] == [2, 1]

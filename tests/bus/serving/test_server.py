@@ -42,6 +42,7 @@ from dynbus.bus.protocol.wire import (
     Open,
     Resume,
     Unknown,
+    encode_batch,
 )
 from dynbus.bus.serving.ledger import client_key
 from dynbus.testing import run
@@ -783,6 +784,38 @@ def test_a_stop_tells_every_caller_before_it_returns() -> None:
 
             assert [failed.code for failed in given.client.all(Failed)] == ["Draining"] * 3
             assert given.instance.execution.load == 0
+
+    run(story())
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_an_instance_that_stops_answers_questions_after_a_request_that_found_nobody(
+    turns: int,
+) -> None:
+    async def story() -> None:
+        async with serving(Handler().endpoint) as given:
+            client = given.client
+            stopping = asyncio.create_task(given.instance.stop())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            number = 0
+            while not client.replies:
+                client.send(number := number + 1, b"a")
+                await settle(client.connection)
+            client.connection.publish(
+                control_subject("near", "Side", INSTANCE),
+                encode_batch(
+                    client.base, INCARNATION, 0, [Resume(number, secret_of(number), 1, 0)]
+                ),
+                reply=f"{client.base}.asked",
+            )
+
+            await stopping
+            await settle(client.connection)
+
+            says = [type(frame) for frame in client.control]
+            asked_nobody = client.replies[-1].subject == f"{client.base}.asked"
+            assert says == [] if asked_nobody else says == [Unknown]
 
     run(story())
 

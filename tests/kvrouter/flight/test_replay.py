@@ -11,18 +11,26 @@ import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.flights import ListedRecords
 from tests.kvrouter.routing.routing_fixtures import At, HandIndex, profile, shape
 
 from dynbus import DynbusError
 from dynbus.bus.flight.records import Entry, decode_message, encode_records, entries_of
-from dynbus.kvrouter.flight.replay import BEFORE, NO_POLICY, UNKNOWN, Replay, Replayed
+from dynbus.kvrouter.flight.replay import BEFORE, NO_POLICY, SAMPLED, UNKNOWN, Replay, Replayed
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.queue import SchedulingRequest, Ticket
 from dynbus.kvrouter.routing.requests import Constraints
 from dynbus.kvrouter.routing.shared_load import SharedLoad
-from dynbus.kvrouter.routing.tape import Elsewhere, TapedLoad, TapedScheduler
+from dynbus.kvrouter.routing.tape import (
+    Elsewhere,
+    Ended,
+    Released,
+    Submitted,
+    TapedLoad,
+    TapedScheduler,
+)
 
 Records = list[tuple[float, msgspec.Struct]]
 BUSY = RouterConfig(queue_threshold=0.5, queue_limit=8, session_ttl=5.0, prediction_ttl=0.5)
@@ -32,12 +40,12 @@ class Fleet:
     """Requests, engines and other routers that do what a seed draws, on a taped scheduler."""
 
     def __init__(self, seed: int, config: RouterConfig, *, is_exact: bool = True) -> None:
-        self.records: Records = []
+        self.recorder = ListedRecords()
         self._draw = Random(seed)
         self._index = DrawnIndex() if is_exact else None
         load = TapedLoad("here")
         self.scheduler = TapedScheduler(
-            config, self._note, target="llm.Engine", load=load, follower=self._index
+            config, self.recorder, target="llm.Engine", load=load, follower=self._index
         )
         load.scheduler = self.scheduler
         self._load = load
@@ -63,9 +71,6 @@ class Fleet:
         self._requests = 0
         self._elsewhere = 0
 
-    def _note(self, record: msgspec.Struct, at: float) -> None:
-        self.records.append((at, record))
-
     def run(self, steps: int) -> Records:
         """Let so much happen; the tape so far."""
         for _ in range(steps):
@@ -77,7 +82,7 @@ class Fleet:
                 [10, 6, 6, 1, 3, 1],
             )[0]()
             self._release()
-        return self.records
+        return self.recorder.records
 
     def _submit(self) -> None:
         draw = self._draw
@@ -230,6 +235,31 @@ def test_records_that_are_missing_are_counted_and_what_follows_is_explained() ->
     assert outcome.missing == 100
     assert outcome.unexplained == []
     assert 0 < outcome.left_out[UNKNOWN] < outcome.decisions < replayed(whole).decisions
+
+
+@pytest.mark.parametrize("config", [RouterConfig(), BUSY], ids=["plain", "queue"])
+def test_of_a_share_of_the_requests_all_is_on_the_tape_and_differences_are_explained(
+    config: RouterConfig,
+) -> None:
+    fleet = Fleet(7, config)
+    fleet.recorder.one_in = 4
+
+    records = fleet.run(4000)
+
+    taken = [one for _, one in records if isinstance(one, Submitted)]
+    assert {(one.one_in, one.request % 4) for one in taken} == {(4, 0)}
+    assert 100 < len(taken) < 800
+    outcomes = [one for _, each in records if isinstance(each, Released) for one in each.outcomes]
+    chosen = [one.chosen for one in taken] + [each[1] for each in outcomes]
+    numbers = {one.number for one in chosen if one is not None}
+    ended = [one.number for _, one in records if isinstance(one, Ended)]
+    assert len(ended) > 50
+    assert set(ended) <= numbers
+    outcome = replayed(told(records))
+    assert outcome.decisions > 100
+    assert outcome.left_out == {}
+    assert outcome.unexplained == []
+    assert {one.why for one in outcome.differing} <= {SAMPLED}
 
 
 def test_another_policy_decides_the_same_requests_otherwise() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.flights import ListedRecords
 from tests.kvrouter.routing.routing_fixtures import BLOCK, profile, request
 
 from dynbus import ConfigError
-from dynbus.bus.flight.events import Event, digest_of_request
+from dynbus.bus.flight import Event, digest_of_request
 from dynbus.bus.flight.records import decode_message, encode_records, entries_of
 from dynbus.kvrouter.flight.traffic import RecordedTraffic
 from dynbus.kvrouter.routing.config import RouterConfig
@@ -29,11 +30,8 @@ def trace_of(records: Records, *, target: str = "", first: int = 0) -> list[dict
 
 
 def tape(target: str = "llm.Engine") -> tuple[Records, TapedScheduler]:
-    records: Records = []
-    scheduler = TapedScheduler(
-        RouterConfig(), lambda record, at: records.append((at, record)), target=target
-    )
-    return records, scheduler
+    recorder = ListedRecords()
+    return recorder.records, TapedScheduler(RouterConfig(), recorder, target=target)
 
 
 def test_a_trace_has_what_was_asked_and_what_came_of_it() -> None:
@@ -80,6 +78,46 @@ def test_the_output_of_a_request_is_shared_by_its_prompts_and_not_by_others_of_i
     assert [one["output_length"] for one in trace] == [10, 11, 4]
 
 
+def test_the_fleet_of_a_trace_is_what_requests_were_offered() -> None:
+    records, scheduler = tape()
+    a, b = profile("a"), profile("b")
+    for at, offered in ((5.0, [a]), (6.0, [a]), (7.0, [b, a]), (8.0, [b])):
+        scheduler.submit(request(f"r{at}", offered, now=at), at)
+    message = decode_message(encode_records("one", 0, 100.0, records))
+    assert message is not None
+    traffic = RecordedTraffic()
+    for entry in entries_of([message]):
+        traffic.take(entry)
+
+    fleet = traffic.fleet()
+
+    assert (fleet.target, fleet.began, fleet.policy) == ("llm.Engine", 105.0, "kv")
+    assert (fleet.block_size, fleet.blocks) == (BLOCK, a.total_blocks)
+    assert fleet.offered == [(105.0, ["a"]), (107.0, ["a", "b"]), (108.0, ["b"])]
+
+
+def test_the_fleet_of_routers_that_have_a_part_each_is_all_of_it() -> None:
+    traffic = RecordedTraffic()
+    messages = []
+    for recorder, offered in (("one", ["a", "b"]), ("two", ["c"])):
+        records, scheduler = tape()
+        for at in (5.0, 6.0, 90.0) if recorder == "one" else (5.5, 6.5):
+            asked = request(f"{recorder}{at}", [profile(name) for name in offered], now=at)
+            scheduler.submit(asked, at)
+        message = decode_message(encode_records(recorder, 0, 100.0, records))
+        assert message is not None
+        messages.append(message)
+    for entry in sorted(entries_of(messages), key=lambda one: one.time):
+        traffic.take(entry)
+
+    # The second one is silent for more than a minute at the end.
+    assert traffic.fleet().offered == [
+        (105.0, ["a", "b"]),
+        (105.5, ["a", "b", "c"]),
+        (190.0, ["a", "b"]),
+    ]
+
+
 def test_what_a_trace_cannot_have_is_left_out() -> None:
     records, scheduler = tape()
     small, empty = request("a", [profile("a")]), request("b", [profile("a")])
@@ -119,6 +157,8 @@ def test_of_several_components_one_is_named() -> None:
         scheduler.submit(request(target, [profile("a")], now=1.0), 1.0)
         records += more
 
-    with pytest.raises(ConfigError, match=r"requests to llm\.A, llm\.B are on record: name one"):
+    with pytest.raises(
+        ConfigError, match=r"requests to llm\.A, llm\.B are on record: give --target"
+    ):
         trace_of(records)
     assert len(trace_of(records, target="llm.B")) == 1

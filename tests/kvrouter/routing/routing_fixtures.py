@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from dynbus.bus.clock import monotonic
 from dynbus.kvrouter.radix.index import Overlap, Rank
-from dynbus.kvrouter.routing.cost import Candidate, CostFunction, RequestShape
+from dynbus.kvrouter.routing.candidates import Candidate
+from dynbus.kvrouter.routing.cost import CostFunction, RequestShape
 from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.profiles import InstanceProfile, read_profile
 from dynbus.kvrouter.routing.queue import SchedulingRequest, Ticket

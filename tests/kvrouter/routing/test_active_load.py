@@ -9,9 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.routing.active_load import NO_LOAD, ActiveLoad, RankLoad
+from dynbus.kvrouter.routing.active_load import (
+    FIRST_ROOM,
+    MANY,
+    NO_LOAD,
+    ActiveLoad,
+    RankLoad,
+    leading_blocks,
+    leading_blocks_of_each,
+)
+from dynbus.kvrouter.routing.candidates import Offer
+
+from .routing_fixtures import profile
 
 A, B = Rank("a", 0), Rank("b", 0)
+AB = Offer((profile("a"), profile("b")))
 SIZE = 16
 
 
@@ -49,7 +61,7 @@ def test_a_freed_request_leaves_what_others_use() -> None:
     assert not load.free("one")
 
     assert load.of(A) == RankLoad(32, 2, 1)
-    assert load.added_blocks(A, chain(1, 2, 3)) == 1
+    assert load.columns(AB, chain(1, 2, 3)).added_blocks.tolist() == [1, 3]
 
 
 def test_output_counts_in_whole_when_its_length_is_unknown() -> None:
@@ -134,9 +146,53 @@ def test_load_is_that_of_the_requests_that_run(
             load.prefill_completed(key)
             running[key] = (*running[key][:2], 0)
 
-    for rank in (A, B):
+    asked = chain(*question)
+    columns = load.columns(AB, asked)
+    for at, rank in enumerate(AB.ranks):
         here = [request for request in running.values() if request[0] == rank]
         used = {block for _, blocks, _ in here for block in blocks}
         assert load.of(rank) == RankLoad(sum(one[2] for one in here), len(used), len(here))
-        asked = chain(*question)
-        assert load.added_blocks(rank, asked) == len(set(asked) - used)
+        added = len(set(asked) - used)
+        assert tuple(column[at] for column in columns) == (*load.of(rank), added)
+
+
+def test_requests_whose_blocks_are_in_no_order_are_gone_with_their_ends() -> None:
+    load = ActiveLoad()
+    load.add("one", A, [1], 16, 0)
+    load.add("two", A, [2, 1], 32, 0)
+
+    load.free("one")
+    load.free("two")
+
+    assert load.columns(AB, [1]).added_blocks.tolist() == [1, 1]
+    load.add("three", B, [1], 16, 0)
+    assert load.columns(AB, [1]).added_blocks.tolist() == [1, 0]
+
+
+def test_ranks_that_come_and_go_leave_the_loads_of_others_as_they_are() -> None:
+    load = ActiveLoad()
+    load.add("kept", A, chain(1, 2), 32, 0)
+    before = [column.tolist() for column in load.columns(AB, chain(1))]
+
+    for number in range(5 * FIRST_ROOM):
+        load.add(f"{number}", Rank(f"other-{number}", 0), chain(1), 16, 0)
+        load.free(f"{number}") if number % 2 else load.remove_instance(f"other-{number}")
+
+    assert [column.tolist() for column in load.columns(AB, chain(1))] == before
+    rows = load._rows  # pyright: ignore[reportPrivateUsage]
+    assert len(rows) < 2 * FIRST_ROOM
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=3 * MANY),
+    question=st.lists(st.integers(0, 1), max_size=9),
+)
+def test_what_many_hold_is_what_each_holds(
+    prompts: Sequence[list[int]], question: list[int]
+) -> None:
+    held = [dict.fromkeys(chain(*blocks)) for blocks in prompts]
+    asked = chain(*question)
+
+    of_each = leading_blocks_of_each(held, asked)
+
+    assert of_each == [leading_blocks(one, asked) for one in held]

@@ -14,8 +14,9 @@ from dynbus import Actor, InvalidRequest, call_options, context, handler
 from dynbus.kvrouter.events import BlockStored
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.routing.candidates import Candidate
 from dynbus.kvrouter.routing.config import RouterConfig
-from dynbus.kvrouter.routing.cost import Candidate, RequestShape
+from dynbus.kvrouter.routing.cost import RequestShape
 from dynbus.kvrouter.routing.router import AttemptObserver, KvRouter, open_router
 from dynbus.kvrouter.stream.awareness import AwarenessLevel
 from dynbus.kvrouter.stream.publisher import KvEventPublisher

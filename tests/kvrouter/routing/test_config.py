@@ -31,6 +31,7 @@ def test_an_actor_of_a_file_has_each_setting_as_an_argument() -> None:
 
     assert defaults(Front) == {
         "policies": (),
+        "groups": 1,
         "migration_limit": ResumeRule.MIGRATION_LIMIT,
         **{name: getattr(config, name) for name in NAMES},
     }

@@ -11,7 +11,8 @@ import pytest
 
 from dynbus.kvrouter.hashing import block_hashes, sequence_hashes
 from dynbus.kvrouter.radix.index import Overlap, Rank
-from dynbus.kvrouter.routing.cost import Candidate, DynamoCost, RequestShape, choose
+from dynbus.kvrouter.routing.candidates import Candidate
+from dynbus.kvrouter.routing.cost import DynamoCost, RequestShape, choose
 
 
 def shape(prompt_tokens: int, block_size: int = 16) -> RequestShape:
@@ -89,7 +90,7 @@ def test_a_weight_that_makes_no_sense_is_refused_by_name(weight: float) -> None:
 def test_the_lowest_cost_is_chosen_and_equal_ones_equally_often() -> None:
     random = Random(1)
 
-    chosen = Counter(choose([2.0, 1.0, 1.0, math.inf], 0.0, random) for _ in range(1000))
+    chosen = Counter(choose(np.array([2.0, 1.0, 1.0, math.inf]), 0.0, random) for _ in range(1000))
 
     assert set(chosen) == {1, 2}
     assert 400 < chosen[1] < 600
@@ -98,7 +99,9 @@ def test_the_lowest_cost_is_chosen_and_equal_ones_equally_often() -> None:
 def test_a_temperature_chooses_by_the_softmax_of_the_costs_over_their_range() -> None:
     random = Random(1)
 
-    chosen = Counter(choose([0.0, 50.0, 100.0, math.inf], 0.5, random) for _ in range(20000))
+    chosen = Counter(
+        choose(np.array([0.0, 50.0, 100.0, math.inf]), 0.5, random) for _ in range(20000)
+    )
 
     weights = [1.0, math.exp(-1.0), math.exp(-2.0)]
     for at, weight in enumerate(weights):
@@ -109,7 +112,7 @@ def test_a_temperature_chooses_by_the_softmax_of_the_costs_over_their_range() ->
 def test_equal_costs_at_a_temperature_are_chosen_equally_often() -> None:
     random = Random(1)
 
-    chosen = Counter(choose([7.0, 7.0, math.inf], 0.5, random) for _ in range(1000))
+    chosen = Counter(choose(np.array([7.0, 7.0, math.inf]), 0.5, random) for _ in range(1000))
 
     assert set(chosen) == {0, 1}
     assert 400 < chosen[0] < 600
@@ -117,8 +120,8 @@ def test_equal_costs_at_a_temperature_are_chosen_equally_often() -> None:
 
 @pytest.mark.parametrize("costs", [[], [math.inf, math.inf]])
 def test_nothing_is_chosen_when_there_is_nothing_to_choose(costs: list[float]) -> None:
-    assert choose(costs, 0.0, Random(1)) is None
-    assert choose(costs, 1.0, Random(1)) is None
+    assert choose(np.array(costs), 0.0, Random(1)) is None
+    assert choose(np.array(costs), 1.0, Random(1)) is None
 
 
 def test_a_shape_has_the_hashes_of_its_complete_blocks_with_the_adapter_in_them() -> None:

@@ -8,8 +8,9 @@ from dynbus.kvrouter.events import BlockStored
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.routing.active_load import ActiveLoad
 from dynbus.kvrouter.routing.caches import ExpectedCaches
+from dynbus.kvrouter.routing.candidates import Offer
 from dynbus.kvrouter.routing.config import RouterConfig
-from dynbus.kvrouter.routing.cost import Candidate, DynamoCost, RequestShape
+from dynbus.kvrouter.routing.cost import DynamoCost, RequestShape
 from dynbus.kvrouter.routing.profiles import InstanceProfile, read_profile
 from dynbus.kvrouter.routing.scheduler import KvScheduler
 from dynbus.kvrouter.stream.cache_mirror import CacheMirror
@@ -29,7 +30,7 @@ def test_two_equal_prompts_go_to_one_instance_before_its_events_come() -> None:
     second = decide(scheduler, request("two", ABC, blocks=8), 1.0)
 
     assert second.chosen == first.chosen
-    assert sum(second.predicted) == 8
+    assert sum(second.predicted.values()) == 8
 
 
 def test_a_prediction_ends_when_no_event_confirms_it() -> None:
@@ -39,7 +40,7 @@ def test_a_prediction_ends_when_no_event_confirms_it() -> None:
 
     second = decide(scheduler, request("two", ABC, blocks=8), 6.0)
 
-    assert sum(second.predicted) == 0
+    assert sum(second.predicted.values()) == 0
 
 
 def test_a_prompt_that_was_told_and_evicted_is_not_guessed_though_nobody_asked_for_it_between() -> (
@@ -55,7 +56,7 @@ def test_a_prompt_that_was_told_and_evicted_is_not_guessed_though_nobody_asked_f
     index.held = {}
     again = decide(scheduler, request("again", [A], blocks=8), 0.3)
 
-    assert sum(again.predicted) == 0
+    assert sum(again.predicted.values()) == 0
 
 
 def test_a_computed_prompt_is_guessed_until_its_events_come() -> None:
@@ -67,7 +68,7 @@ def test_a_computed_prompt_is_guessed_until_its_events_come() -> None:
 
     again = decide(scheduler, request("again", [A], blocks=8), 0.3)
 
-    assert sum(again.predicted) == 8
+    assert sum(again.predicted.values()) == 8
 
 
 def test_without_events_own_decisions_count_for_longer_and_as_far_as_there_is_room() -> None:
@@ -84,9 +85,9 @@ def test_without_events_own_decisions_count_for_longer_and_as_far_as_there_is_ro
 
 def expected(caches: ExpectedCaches, wanted: RequestShape, *profiles: InstanceProfile) -> list[int]:
     """How many blocks of a prompt each instance is taken to hold, all of them guessed."""
-    overlaps, guessed = caches.overlaps(profiles, wanted, 1.0)
-    assert [overlap.total for overlap in overlaps] == guessed
-    return guessed
+    overlaps, guessed = caches.overlaps(Offer(profiles), wanted, 1.0)
+    assert {at: overlap.total for at, overlap in overlaps.items()} == guessed
+    return [guessed.get(at, 0) for at in range(len(profiles))]
 
 
 @pytest.mark.parametrize("follower", [None, HandIndex()], ids=["approximate", "exact"])
@@ -105,7 +106,7 @@ def test_beside_exact_events_what_others_sent_to_an_engine_that_tells_none_is_ex
 ):
     caches, wanted = ExpectedCaches(HandIndex(), RouterConfig()), shape(4)
     silent = profile("a", events="false")
-    caches.note_sent(1, silent, Candidate(Rank("a", 0)), 0, shape(0), 0.0)
+    caches.note_sent(1, silent, Rank("a", 0), 0, shape(0), 0.0)
 
     caches.note_elsewhere(Rank("a", 0), wanted.sequence_hashes, 0.5)
 
@@ -116,7 +117,7 @@ def test_without_a_time_to_forget_in_what_others_sent_counts_for_instances_known
     None
 ):
     caches, wanted = ExpectedCaches(None, RouterConfig(approximate_ttl=None)), shape(4)
-    caches.note_sent(1, A, Candidate(Rank("a", 0)), 0, shape(0), 0.0)
+    caches.note_sent(1, A, Rank("a", 0), 0, shape(0), 0.0)
 
     for name in ("a", "b"):
         caches.note_elsewhere(Rank(name, 0), wanted.sequence_hashes, 0.5)

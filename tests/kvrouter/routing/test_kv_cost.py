@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dynbus.kvrouter.radix.index import Overlap, Rank
-from dynbus.kvrouter.routing.cost import Candidate, KvCost, Popularity, RequestShape
+from dynbus.kvrouter.routing.candidates import Candidate
+from dynbus.kvrouter.routing.cost import KvCost, Popularity, RequestShape
 
 REQUEST = RequestShape(1000, 10, np.arange(100, dtype=np.uint64))
 
@@ -124,6 +125,19 @@ def test_the_prefix_of_one_of_many_sessions_stays_where_it_is() -> None:
     }
 
     assert went == {"a"}
+
+
+@pytest.mark.parametrize(("times", "gets_it"), [(2, "a"), (3, "a"), (100, "b")])
+def test_in_a_large_fleet_what_came_twice_by_chance_is_not_copied(times: int, gets_it: str) -> None:
+    popularity = Popularity()
+    others = iter(range(1_000_000, 2_000_000, 50))
+    for _ in range(1000):
+        popularity.note(list(range(first := next(others), first + 50)))
+    held = {"a": 50, **{f"b{number}": 0 for number in range(999)}}
+
+    went = [chosen(popularity, list(range(50)), held) for _ in range(times)]
+
+    assert went[-1][0] == gets_it
 
 
 def test_a_prefix_of_which_there_are_enough_copies_is_not_copied_further() -> None:

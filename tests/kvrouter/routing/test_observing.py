@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -21,9 +22,8 @@ from dynbus.bus.drops import DropReason
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.transport import Message
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.routing.cost import Candidate
+from dynbus.kvrouter.routing.candidates import Candidate, Candidates
 from dynbus.kvrouter.routing.decision import (
-    CandidateTable,
     Decision,
     Explanation,
     Question,
@@ -365,8 +365,8 @@ def decided(candidates: int, chosen: int) -> list[Decision]:
             prompt_tokens=64,
             prompt_blocks=4,
             block_size=16,
-            table=CandidateTable([Candidate(rank) for rank in ranks]),
-            costs=[float(at) for at in range(candidates)],
+            candidates=Candidates.of([Candidate(rank) for rank in ranks]),
+            costs=np.arange(candidates, dtype=np.float64),
             chosen=ranks[chosen],
             reason=Reason.LOWEST_COST,
             policy="kv",

@@ -12,7 +12,8 @@ import pytest
 
 from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.routing.cost import Candidate, DynamoCost
+from dynbus.kvrouter.routing.candidates import Candidate, Candidates
+from dynbus.kvrouter.routing.cost import DynamoCost
 from dynbus.kvrouter.routing.policies import Policy
 
 from .routing_fixtures import by_name, shape
@@ -34,7 +35,7 @@ def test_a_policy_takes_arguments_behind_its_name() -> None:
     assert Policy.of(own) == Policy(own, DynamoCost(prefill_scale=2))
     # A function with arguments makes one.
     made = Policy.of("tests.kvrouter.routing.routing_fixtures:always(cost=2.5)")
-    assert made.costs(shape(4), [Candidate(Rank("a", 0))]) == [2.5]
+    assert made.costs(shape(4), Candidates.of([Candidate(Rank("a", 0))])) == [2.5]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_a_policy_takes_arguments_behind_its_name() -> None:
             "dynbus.kvrouter.routing.cost:DynamoCots",
             r"has no 'DynamoCots' \(did you mean DynamoCost\?\)",
         ),
-        ("dynbus.kvrouter.routing.cost:NO_OVERLAP", "is a Overlap"),
+        ("dynbus.kvrouter.routing.candidates:NO_OVERLAP", "is a Overlap"),
     ],
 )
 def test_a_policy_that_is_none_is_refused_with_the_reason(name: str, why: str) -> None:
@@ -87,11 +88,13 @@ def test_a_policy_goes_on_unharmed_when_its_file_cannot_be_read_again(
             Policy.of("weighty:cost", reload=True)
 
         candidates = [Candidate(Rank("a", 0))]
-        assert policy.costs(shape(4), candidates) == [2.0]
+        assert policy.costs(shape(4), Candidates.of(candidates)) == [2.0]
         assert Policy.of("weighty:cost") == policy
         file.write_text("WEIGHT = 3.0\ndef cost(r, c): return [WEIGHT] * len(c)\n# mended\n")
-        assert Policy.of("weighty:cost", reload=True).costs(shape(4), candidates) == [3.0]
-        assert policy.costs(shape(4), candidates) == [2.0]
+        assert Policy.of("weighty:cost", reload=True).costs(
+            shape(4), Candidates.of(candidates)
+        ) == [3.0]
+        assert policy.costs(shape(4), Candidates.of(candidates)) == [2.0]
     finally:
         sys.modules.pop("weighty", None)
 
@@ -118,7 +121,7 @@ def test_who_imported_a_policy_before_keeps_it_and_who_imports_it_later_has_the_
         policy = Policy.of("heavy.costs:cost", reload=True)
 
         later = importlib.import_module("heavy.costs")
-        assert policy.costs(shape(4), [Candidate(Rank("a", 0))]) == [3.0]
+        assert policy.costs(shape(4), Candidates.of([Candidate(Rank("a", 0))])) == [3.0]
         assert (before.WEIGHT, later.WEIGHT) == (2.0, 3.0)
         assert sys.modules["heavy"].costs is later
     finally:

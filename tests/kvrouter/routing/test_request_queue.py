@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from dynbus.bus.errors import ConfigError, Overloaded
 from dynbus.kvrouter.radix.index import Overlap, Rank
+from dynbus.kvrouter.routing.candidates import Candidate
 from dynbus.kvrouter.routing.config import RouterConfig
-from dynbus.kvrouter.routing.cost import Candidate, RequestShape
+from dynbus.kvrouter.routing.cost import RequestShape
 from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.requests import Constraints
 from dynbus.kvrouter.routing.scheduler import KvScheduler

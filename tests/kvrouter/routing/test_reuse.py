@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.routing.caches import FIRST_PATIENCE, LEAST_REQUESTS, ReuseWatch
-from dynbus.kvrouter.routing.cost import Candidate
-from dynbus.kvrouter.routing.decision import CandidateTable, Decision, Reason
+from dynbus.kvrouter.routing.candidates import Candidate, Candidates
+from dynbus.kvrouter.routing.decision import Decision, Reason
 
 A, B = Rank("a", 0), Rank("b", 0)
 BLOCK = 16
@@ -20,8 +22,8 @@ def decided(rank: Rank, told: int, expected: int, at: float) -> Decision:
         prompt_tokens=8192,
         prompt_blocks=512,
         block_size=BLOCK,
-        table=CandidateTable([Candidate(rank)]),
-        costs=[0.0],
+        candidates=Candidates.of([Candidate(rank)]),
+        costs=np.zeros(1),
         chosen=rank,
         reason=Reason.ONLY_CANDIDATE,
         policy="kv",

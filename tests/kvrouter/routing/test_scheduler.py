@@ -15,8 +15,9 @@ import pytest
 
 from dynbus.bus.errors import ConfigError, NoInstances, Overloaded
 from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.routing.candidates import Candidate
 from dynbus.kvrouter.routing.config import RouterConfig
-from dynbus.kvrouter.routing.cost import Candidate, CostFunction, DynamoCost, RequestShape
+from dynbus.kvrouter.routing.cost import CostFunction, DynamoCost, RequestShape
 from dynbus.kvrouter.routing.decision import Reason
 from dynbus.kvrouter.routing.profiles import InstanceProfile
 from dynbus.kvrouter.routing.requests import Constraints
@@ -411,7 +412,21 @@ def test_a_preferred_tag_makes_cheaper_by_its_weight() -> None:
     decision = decide(scheduler, request("r", instances, constraints=near))
 
     assert decision.chosen.instance == "b"
-    assert decision.costs == [7.0, pytest.approx(8.0 * math.exp(-math.tanh(1.0)))]
+    assert decision.costs.tolist() == [7.0, pytest.approx(8.0 * math.exp(-math.tanh(1.0)))]
+
+
+def test_a_list_of_instances_that_is_changed_is_another_offer() -> None:
+    scheduler = KvScheduler(follower=HandIndex())
+    offered = [A]
+    assert decide(scheduler, request("one", offered)).chosen.instance == "a"
+
+    offered.append(B)
+    two = decide(scheduler, request("two", offered, of=1, constraints=Constraints()))
+    offered.remove(A)
+    three = decide(scheduler, request("three", offered, of=2))
+
+    assert [rank.instance for rank in two.candidates.ranks] == ["a", "b"]
+    assert three.chosen.instance == "b"
 
 
 def test_a_session_stays_where_it_was_until_it_is_forgotten() -> None:

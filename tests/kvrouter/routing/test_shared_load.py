@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.routing import shared_load
 from dynbus.kvrouter.routing.active_load import RankLoad
+from dynbus.kvrouter.routing.candidates import Offer
 from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.scheduler import KvScheduler
 from dynbus.kvrouter.routing.shared_load import ASK_AGAIN, SILENCE, SharedLoad
@@ -52,7 +53,7 @@ def test_others_know_what_a_router_sends_where() -> None:
     exchange((one, two))
 
     assert one.of(A) == two.of(A) == RankLoad(34 + 48, 4, 2)
-    assert two.added_blocks(A, [11, 12, 13, 14]) == 1
+    assert two.columns(Offer((profile("a"),)), [11, 12, 13, 14]).added_blocks == [1]
 
 
 def test_what_ended_counts_nowhere() -> None:

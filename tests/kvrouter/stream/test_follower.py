@@ -34,6 +34,7 @@ from dynbus.kvrouter.radix.snapshot import dump_index, load_index
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.event_stream import EventStream, latest_epoch
 from dynbus.kvrouter.stream.follower import IndexFollower
+from dynbus.kvrouter.stream.membership import Group
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
 from dynbus.testing import TestKit, run
 
@@ -91,6 +92,25 @@ def test_a_follower_goes_on_from_an_index_and_its_position() -> None:
                 return second.lookup([1, 2, 3]), second.status().requests
 
     assert run(story()) == ({"a": 3}, 0)
+
+
+def test_a_follower_of_a_group_passes_over_the_events_of_others() -> None:
+    async def story() -> None:
+        at = EventBus()
+        other = next(one for one in "bcdefgh" if Group(0, 2).has(one) != Group(0, 2).has("a"))
+        group = next(each for each in (Group(0, 2), Group(1, 2)) if each.has("a"))
+        async with (
+            at.publisher("a") as a,
+            at.publisher(other) as b,
+            IndexFollower(await at.bus.connect(), "demo", "Engine", group=group) as follower,
+        ):
+            await publish(b, stored(1, 2))
+            await publish(a, stored(1, 2, 3))
+            await eventually(lambda: follower.lookup([1, 2, 3]) == {"a": 3})
+            assert {rank.instance for rank in follower.index.ranks} == {"a"}
+            assert follower.awareness().level is AwarenessLevel.EXACT
+
+    run(story())
 
 
 def test_a_message_that_the_limits_dropped_before_it_was_read_is_asked_for() -> None:

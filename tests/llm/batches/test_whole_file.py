@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import pytest
+from tests.llm.http.served import CARDS, served
 
-from dynbus import ConfigError, Runtime
+from dynbus import ConfigError, Runtime, Unavailable
 from dynbus.llm.batches import whole_file
+from dynbus.llm.batches.records import Batch
+from dynbus.llm.batches.service import Batches
+from dynbus.llm.batches.store import BatchStore
 from dynbus.llm.batches.whole_file import FileRun, run_file
 
 pytestmark = pytest.mark.anyio
@@ -75,3 +83,72 @@ def test_an_output_without_a_folder_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="cannot be written: there is no folder"):
         run_of(tmp_path, "none/out.jsonl").check()
+
+
+def test_a_file_that_a_run_would_overwrite_or_cannot_read_twice_is_refused(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+
+    with pytest.raises(ConfigError, match="is written as .*out.jsonl.part"):
+        run._replace(file=tmp_path / "out.jsonl.part").check()
+    with pytest.raises(ConfigError, match="no regular file"):
+        run._replace(file=tmp_path / "pipe").check()
+
+
+async def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    run.file.write_bytes(b"one\n")
+    read = await whole_file._read_through(run)  # pyright: ignore[reportPrivateUsage]
+    lines = whole_file._same_lines(run, read.digest)  # pyright: ignore[reportPrivateUsage]
+    assert [line async for line in lines] == [b"one\n"]
+
+    run.file.write_bytes(b"two\n")
+
+    with pytest.raises(ConfigError, match="changes while it is read"):
+        async for _ in whole_file._same_lines(  # pyright: ignore[reportPrivateUsage]
+            run, read.digest
+        ):
+            pass
+
+
+async def test_a_run_that_ends_while_it_takes_back_what_it_wrote_can_be_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path)._replace(concurrency=0)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "say it"}]}
+    asked = {"custom_id": "a", "method": "POST", "url": run.endpoint, "body": body}
+    run.file.write_text(json.dumps(asked))
+    told: list[str] = []
+
+    async def there_are(*_: object) -> None:
+        """Models that the catalog of the bus does not have."""
+
+    monkeypatch.setattr(whole_file, "_wait_for_models", there_are)
+
+    def tell(_: Batch, how: str) -> None:
+        told.append(how)
+
+    async with served(CARDS, batches=True) as front:
+        runtime = front.kit.caller
+        for call in range(5):
+            calls = iter(range(call))
+            with monkeypatch.context() as patched:
+                for name in ("delete_file", "delete_batch"):
+                    patched.setattr(BatchStore, name, dies_after(calls, getattr(BatchStore, name)))
+                with suppress(Unavailable):
+                    await run_file(runtime, run, tell)
+            assert (await run_file(runtime, run, tell)).status == "completed"
+            assert json.loads(run.output.read_bytes())["custom_id"] == "a"
+        store = Batches(runtime).store
+        assert await store.batches("") == []
+
+    assert "resumed" in told
+
+
+def dies_after(calls: Iterator[int], method: Callable[..., Awaitable[None]]) -> Any:
+    async def call(*arguments: Any) -> None:
+        if next(calls, None) is None:
+            raise Unavailable("it is killed")
+        await method(*arguments)
+
+    return call

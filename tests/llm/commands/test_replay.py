@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 from click.testing import CliRunner, Result
 
+from dynbus.bus import exit_codes
 from dynbus.bus.errors import ConfigError
 from dynbus.cli import main
 from dynbus.llm.commands.replay import replay
@@ -107,11 +108,50 @@ def test_more_speed_makes_them_wait_longer() -> None:
     assert fast["ttft_ms"]["mean"] > 2 * slow["ttft_ms"]["mean"]
 
 
+def mean_ttft(*arguments: str) -> float:
+    result = invoke("--policy", "round_robin", "--json", "--speed", "20", *arguments)
+    assert result.exit_code == 0, result.stderr
+    ttft: float = json.loads(result.stdout)[0]["ttft_ms"]["mean"]
+    return ttft
+
+
+def test_fewer_engines_make_them_wait_longer_and_more_engines_less_long() -> None:
+    alone = mean_ttft()
+
+    assert mean_ttft("--kill", "0.1", "--kill", "0.2", "--cold-start", "60") > alone
+    assert mean_ttft("--scale", "0.1=1") > alone
+    assert mean_ttft("--scale", "0.1=24") < alone
+    assert mean_ttft("--scale", "0.1=24", "--cold-start", "600") == alone
+
+
+@pytest.mark.parametrize(
+    "given", ["3", "3=", "=3", "nan=3", "-1=3", "3=-1", "inf=1", "3=100000000"]
+)
+def test_a_scale_that_is_no_number_at_a_time_is_refused(given: str) -> None:
+    result = invoke("--scale", given)
+
+    assert result.exit_code == exit_codes.USAGE
+    assert "as in 60=12" in result.stderr
+
+
 def test_a_plot_is_written(tmp_path: Path) -> None:
     result = invoke("--policy", "round_robin", "--plot", str(tmp_path / "ttft.svg"))
 
     assert result.exit_code == 0
     assert (tmp_path / "ttft.svg").read_text().startswith("<svg")
+
+
+def test_a_plot_is_printed_below_the_table_where_it_is_asked_for(tmp_path: Path) -> None:
+    asked = invoke("--policy", "round_robin,kv", "--plot", "-").stdout.splitlines()
+    not_asked = invoke("--policy", "round_robin,kv").stdout.splitlines()
+
+    at = asked.index("Times to the first token")
+    assert asked[:at] == not_asked
+    assert [line.split()[:2] for line in asked[at + 1 : at + 3]] == [
+        ["p50", "round_robin"],
+        ["p50", "kv"],
+    ]
+    assert not Path("-").exists()
 
 
 def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_simulated(

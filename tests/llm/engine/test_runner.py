@@ -19,6 +19,7 @@ from dynbus.llm.engine.runner import MAX_JOINED_TOKENS, EngineRunner
 from dynbus.llm.engine.stepping import STEPS_AHEAD, STOP_TIMEOUT
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.mock.engine import MockConfig, MockEngine
+from dynbus.llm.mock.timing import Timing
 from dynbus.testing import run
 
 CONFIG = MockConfig(block_size=4, blocks=64)
@@ -56,7 +57,7 @@ def test_requests_side_by_side_share_the_steps() -> None:
     made, seconds = run(story())
 
     assert [len(tokens) for tokens in made] == [20, 20, 20]
-    timing, capacity = CONFIG.timing, CONFIG.capacity_tokens
+    timing, capacity = Timing(), CONFIG.capacity_tokens
     prefill = timing.prefill(16 + 4 + 4)
     assert seconds == pytest.approx(
         prefill + float(timing.decode_steps(3 * 17, 3, 19, capacity).sum()), abs=0.001
@@ -73,7 +74,7 @@ def test_an_engine_wakes_up_for_a_request_after_it_was_idle() -> None:
             return monotonic() - begun
 
     # The sleep is not caught up with: the step takes its time.
-    assert run(story()) > 0.5 * CONFIG.timing.prefill(4)
+    assert run(story()) > 0.5 * Timing().prefill(4)
 
 
 # Its failures ----------------------------------------------------------------------------

@@ -174,6 +174,12 @@ async def test_redirects_are_followed_within_their_number_and_each_is_checked() 
     assert it.resolved[:4] == ["pictures.example"] * 4
 
 
+@pytest.mark.parametrize("location", ["//[x/", "http://[1"])
+async def test_a_redirect_to_what_is_no_url_is_refused(location: str) -> None:
+    async with web({"/a": [to(location)]}) as it:
+        assert "redirects to what is no URL" in await it.refusal("/a")
+
+
 @pytest.mark.parametrize(
     "location",
     [

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import anyio
 
 from dynbus.bus.errors import Cancelled, DynbusError
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.llm.engine.interface import EngineLimits, Held
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.llm.hand_over.observing import HandOverFigures
+from dynbus.llm.hand_over.observing import HandOverEvents, HandOverFigures
 from dynbus.llm.hand_over.source import Leases, Source
 from dynbus.transfer.leases import LeaseTable, Ticket
 from dynbus.transfer.settling import Settling
+
+Noted: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
+"""An event of a flight: its namespace, what it is, whose and the request's id; and the details."""
 
 SIZE = 16
 EPOCH = "epoch"
@@ -156,14 +160,39 @@ class Engine:
         """It is over."""
 
 
+def events_into(noted: list[Noted] | None, instance: str) -> HandOverEvents:
+    """Hand-overs in a flight that is a list; in none where that is None."""
+
+    def note(*event: Any, **details: Any) -> None:
+        assert noted is not None
+        noted.append((event, details))
+
+    def note_request(*event: Any) -> None:
+        note(*event[:-1], **event[-1])
+
+    bus: Any = (
+        None
+        if noted is None
+        else SimpleNamespace(flight=SimpleNamespace(note=note, note_request=note_request))
+    )
+    return HandOverEvents(bus, InstanceName("test", "a", instance))
+
+
 def source_of(
-    engine: Engine, memory: Memory, settling: Settling, *, most_lent: int = 16, model: str = ""
+    engine: Engine,
+    memory: Memory,
+    settling: Settling,
+    *,
+    most_lent: int = 16,
+    model: str = "",
+    events: list[Noted] | None = None,
 ) -> Source:
     """What lends blocks of an engine."""
     return Source(
         cast(Any, engine),
         Leases.of(memory, settling),
         HandOverFigures(),
+        events=events_into(events, "b"),
         instance="b",
         lease=5.0,
         most_lent=most_lent,

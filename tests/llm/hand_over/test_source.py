@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from tests.llm.hand_over.lists import SIZE, Engine, Memory, source_of
+from tests.llm.hand_over.lists import SIZE, Engine, Memory, Noted, source_of
 
 from dynbus.bus.context import Context
 from dynbus.bus.errors import DynbusError, InvalidRequest, Overloaded
@@ -23,8 +23,14 @@ class Lending:
         self.engine = Engine(range(5, 16), 8)
         self.memory = Memory("agent of b", [f"b{at}" for at in range(20)])
         self.settling = Settling(cast(Any, self.memory), self.memory.leases)
+        self.noted: list[Noted] = []
         self.source = source_of(
-            self.engine, self.memory, self.settling, most_lent=most_lent, model=model
+            self.engine,
+            self.memory,
+            self.settling,
+            most_lent=most_lent,
+            model=model,
+            events=self.noted,
         )
 
 

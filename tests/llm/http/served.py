@@ -25,9 +25,14 @@ from dynbus.testing import TestKit
 
 
 class ScriptedEngine(Actor, namespace="test"):
-    """Answers with what follows `say` in the prompt, a token an item."""
+    """Answers with what follows `say` in the prompt, a token an item.
+
+    Attributes:
+        made: tokens of answers without an end.
+    """
 
     def __init__(self) -> None:
+        self.made = 0
         self.requests: list[GenerateRequest] = []
         self.texts: list[EmbedRequest] = []
         self.running = self.most_running = 0
@@ -75,6 +80,7 @@ class ScriptedEngine(Actor, namespace="test"):
             while word == "endless" or count < 3:
                 yield Generated([ids[0]], cached_tokens=0 if count == 0 else None)
                 count += 1
+                self.made += 1
                 await asyncio.sleep(0.005)
             raise ValueError("a secret of the engine")
         if word == "flood":

@@ -18,10 +18,12 @@ from openai import AsyncOpenAI
 from tests.conditions import eventually
 from tests.llm.media.samples import digest, image, png
 
-from dynbus.bus.records.objects import ObjectStore
-from dynbus.llm.batches import service
+from dynbus.bus.records.objects import ObjectBucket, ObjectStore
+from dynbus.llm.batches import asking, service, store, worker
 from dynbus.llm.batches.lines import LineChecker
 from dynbus.llm.batches.store import FILES
+from dynbus.llm.http.batches import MAX_FORM, Form
+from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.tenants.limits import Limits
 from dynbus.llm.tenants.records import KEYS_BUCKET, KeyRecord, hash_of
 from dynbus.llm.tenants.usage_sums import read_usage, sum_up
@@ -319,6 +321,81 @@ async def test_what_is_not_done_within_the_window_expires() -> None:
     assert one["error"]["code"] == "batch_expired"
 
 
+async def test_a_batch_ends_where_there_is_no_room_for_its_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = ObjectBucket("dynbus_files", max_bytes=400_000)
+    monkeypatch.setattr(store, "FILES", small)
+    monkeypatch.setattr(worker, "ROOM_INTERVAL", 0.05)
+    data = as_file([line(f"{number}", "say " + "it " * 100) for number in range(100)])
+    async with asked() as (front, client):
+        file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+        others = ObjectStore(front.kit.caller.bus.data.jetstream, small)
+        await others.put("others", b"x" * (390_000 - len(data)))
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.files.create(file=("in.jsonl", data), purpose="batch")
+        endpoint: Any = CHAT
+        windows: Any = ("2s", "24h")
+        batches = [
+            await client.batches.create(
+                input_file_id=file.id, endpoint=endpoint, completion_window=window
+            )
+            for window in windows
+        ]
+        in_vain = await ended(client, batches[0])
+        await others.delete("others")
+        in_time = await ended(client, batches[1])
+
+    assert (refused.value.status_code, refused.value.code) == (413, "storage_full")
+    [error] = in_vain.errors.data
+    assert error.code == "storage_full"
+    assert "there was no room for the answers of " in error.message
+    assert in_vain.request_counts.failed > 50
+    # The other one has waited for room.
+    assert (in_time.status, in_time.request_counts.completed) == ("completed", 100)
+
+
+async def test_a_line_whose_asking_breaks_is_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def breaks(*_: object) -> None:
+        raise ValueError("it breaks")
+
+    monkeypatch.setattr(asking.LineAsker, "_complete", breaks)
+    async with asked() as (_, client):
+        batch = await ended(client, await begun(client, as_file([line("a", "say it")])))
+        [error] = await told(client, batch.error_file_id)
+
+    assert error["response"]["status_code"] == 500
+
+
+@pytest.mark.parametrize("word", ["endless", "break"])
+async def test_a_line_that_gets_no_answer_costs_what_was_made_of_it(
+    tmp_path: Path, word: str
+) -> None:
+    keys = _one_key(tmp_path / "keys", "tokens_per_month=1000000")
+    async with asked("first-key", api_keys=keys) as (front, client):
+        batch = await begun(client, as_file([line("a", word, max_tokens=1000)]))
+        if word == "endless":
+            await eventually(lambda: front.engine.running == 1, what="its line is asked")
+            await eventually(lambda: front.engine.made >= 20, what="tokens come")
+            await client.batches.cancel(batch.id)
+        batch = await ended(client, batch)
+        async with httpx2.AsyncClient(headers={"authorization": "Bearer first-key"}) as plain:
+
+            async def used() -> int:
+                told = (await plain.get(f"{front.url}/v1/key")).json()
+                return int(told["tenant"]["usage"]["tokens_per_month"]["used"])
+
+            async def is_settled() -> bool:
+                # What it might have come to is given back.
+                return 3 <= await used() < 1000
+
+            await eventually(is_settled)
+
+    assert batch.request_counts.failed == 1
+
+
 async def test_files_are_listed_read_and_deleted_by_their_tenant_alone(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ada first-key\nbob second-key\n")
@@ -388,6 +465,66 @@ async def test_the_limits_of_a_tenant_hold_for_its_batches(tmp_path: Path) -> No
     refusal = error["response"]
     assert (error["custom_id"], refusal["status_code"]) == ("long", 400)
     assert refusal["body"]["error"]["code"] == "context_length_exceeded"
+
+
+HEAD = b'--B\r\nContent-Disposition: form-data; name="%s"\r\n\r\n'
+ENDLESS = {
+    "behind its end": b"x" * 1000,
+    "parts without data": HEAD % b"purpose" + b"\r\n",
+    "heads of parts": b"--B\r\n" + (b"X-A: " + b"y" * 300 + b"\r\n") * 3 + b"\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+async def test_a_form_has_a_bound_for_what_is_not_its_file(what: str) -> None:
+    file = HEAD % b"file" + b"x" * 200_000 + b"\r\n"
+    fed: list[bytes] = []
+
+    async def pieces() -> AsyncGenerator[bytes]:
+        yield HEAD % b"purpose" + b"batch\r\n" + file
+        if what == "behind its end":
+            yield b"--B--\r\n"
+        while len(fed) < 10_000:
+            fed.append(ENDLESS[what])
+            yield ENDLESS[what]
+
+    form = Form("multipart/form-data; boundary=B")
+    body = pieces()
+    await form.read_to_file(body)
+    taken: list[int] = []
+
+    async def take() -> None:
+        async for data in form.file(body):
+            taken.append(len(data))
+
+    with pytest.raises(BadRequest, match="more than 65536 bytes beside its file"):
+        await take()
+
+    assert sum(taken) == 200_000
+    assert sum(map(len, fed)) < MAX_FORM + 1000
+
+
+async def test_texts_to_embed_have_the_limit_of_a_prompt_each(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    texts = ["hello there"] * 2
+    url = "/v1/embeddings"
+    async with asked("first-key", api_keys=_one_key(keys, "max_prompt_tokens=20")) as (_, client):
+        data = as_file(
+            [
+                {"custom_id": name, "method": "POST", "url": url, "body": body}
+                for name, body in (
+                    ("short", {"model": "vectors", "input": texts}),
+                    ("long", {"model": "vectors", "input": [*texts, "word " * 50]}),
+                )
+            ]
+        )
+        batch = await ended(client, await begun(client, data, url))
+        [output] = await told(client, batch.output_file_id)
+        [error] = await told(client, batch.error_file_id)
+
+    assert output["custom_id"] == "short"
+    assert output["response"]["body"]["usage"]["prompt_tokens"] > 20
+    assert error["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
 async def test_a_batch_uses_the_budget_of_its_tenant_and_ends_with_it(tmp_path: Path) -> None:

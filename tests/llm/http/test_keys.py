@@ -19,7 +19,7 @@ from .served import served
 def test_keys_are_taken_as_they_are_or_hashed(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     hashed = hashlib.sha256(b"second-key").hexdigest()
-    path.write_text(f"# ours\nada first-key\n\nbob sha256:{hashed}\nada third-key\n")
+    path.write_text(f"# ours\nada first-key\n\nbob sha256:{hashed}\nada third-key\nada first-key\n")
 
     keys = ApiKeys(path)
 
@@ -71,6 +71,24 @@ def test_a_file_that_changes_is_read_again_and_a_broken_one_changes_nothing(
     assert broken == missing == holder
 
 
+@pytest.mark.parametrize("left", ["", "# ada has left\n"])
+def test_a_file_whose_last_key_is_taken_out_has_none(tmp_path: Path, left: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text("ada first-key tokens_per_month=5\n")
+    now = 0.0
+    keys = ApiKeys(path, now=lambda: now)
+    seen = []
+
+    # Once it is empty for a moment, as editors have it.
+    for text in (left, "ada first-key tokens_per_month=5\n", left, left, "ada first-key\n"):
+        path.write_text(text)
+        now += LOOK_INTERVAL
+        seen.append((keys.holder_of("first-key") is not None, keys.limits_of("ada") is not None))
+
+    assert seen == [(True, True), (True, True), (True, True), (False, False), (True, False)]
+    assert not keys.problem
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
@@ -78,6 +96,8 @@ def test_a_file_that_changes_is_read_again_and_a_broken_one_changes_nothing(
         ("ada\n", "line 1: write a tenant and a key"),
         ("ada first-key role: admin\n", "line 1: write a tenant and a key.* role: operator"),
         ("ada first-key\na/b second-key\n", "line 2: write a tenant"),
+        ("ada second-key\nbob second-key\n", "line 2: the key is that of line 1, too"),
+        ("ada second-key role: operator\n#\nada second-key\n", "line 3: the key is that of line 1"),
         ("ada short\n", "line 1: write a key of 8 to 512"),
         ("ada sha256:12\n", "line 1: write a key of 8 to 512"),
     ],

@@ -26,6 +26,19 @@ def gif(width: int = 8, height: int = 8) -> bytes:
     return b"GIF89a" + struct.pack("<HH", width, height) + b"\0\0\0;"
 
 
+def frame(left: int, top: int, width: int, height: int, colors: bytes = b"") -> bytes:
+    """A frame of a GIF, with up to two colours of its own."""
+    flags = 0x80 if colors else 0
+    place = struct.pack("<HHHHB", left, top, width, height, flags)
+    return b"," + place + colors + b"\x02\x02\x44\x01\0"
+
+
+def animation(*blocks: bytes, width: int = 8, height: int = 8) -> bytes:
+    """A GIF of these blocks, with two colours."""
+    screen = struct.pack("<HH", width, height) + b"\x80\0\0" + bytes(6)
+    return b"GIF89a" + screen + b"".join(blocks) + b";"
+
+
 def jpeg(width: int = 8, height: int = 8) -> bytes:
     tables = b"\xff\xe0\0\x04AB" + b"\xff\xff\xc4\0\x03\0"
     frame = b"\xff\xc0\0\x0b\x08" + struct.pack(">HH", height, width) + b"\x01\x01\x11\0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.llm.media.samples import gif, jpeg, mp3, png, wav, webp
+from tests.llm.media.samples import animation, frame, gif, jpeg, mp3, png, wav, webp
 
 from dynbus.llm.media.types import (
     GIF,
@@ -78,10 +78,39 @@ def test_a_picture_says_its_size_before_it_is_decoded(data: bytes, kind: MediaTy
     assert picture_size(data, kind) == (640, 4)
 
 
+COMMENT = b"!\xfe" + b"\xff" + b"," * 255 + b"\x03abc\0"
+CONTROL = b"!\xf9\x04" + bytes(4) + b"\0"
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        (animation(frame(0, 0, 9000, 9000), width=1, height=1), (9000, 9000)),
+        (animation(CONTROL, frame(0, 0, 8, 8), CONTROL, frame(2, 5, 8, 600)), (10, 605)),
+        (animation(frame(0, 0, 8, 8, bytes(6)), COMMENT, frame(0, 0, 640, 4)), (640, 8)),
+        (animation(b"!\xfe\0", b"junk", frame(0, 0, 640, 4)), (640, 8)),
+        # What is cut off, and what is behind the end.
+        (animation(frame(0, 0, 640, 4), frame(0, 0, 8, 8))[:-6], (640, 8)),
+        (animation(frame(0, 0, 2, 2)) + frame(0, 0, 640, 640), (8, 8)),
+        # A photograph.
+        (animation(frame(0, 0, 2, 2)[:-1] + (b"\xff" + bytes(255)) * 40_000 + b"\0"), (8, 8)),
+    ],
+    ids=["small screen", "places", "colors", "junk", "cut off", "end", "long"],
+)
+def test_a_gif_is_as_large_as_its_screen_and_frames_need(
+    data: bytes, size: tuple[int, int]
+) -> None:
+    assert picture_size(data, GIF) == size
+
+
 @pytest.mark.parametrize(
     ("data", "kind"),
     [
         (png()[:20], PNG),
+        (animation(frame(0, 0, 8, 8)[:6])[:-1], GIF),
+        (animation(b"!\xf9\0" + frame(0, 0, 640, 4)), GIF),
+        (animation(b"x" * 1_000_000), GIF),
+        (animation(b"!\xfe" + b"\x01x" * 1_000_000 + b"\0"), GIF),
         (png(0, 0, 8), PNG),
         (gif()[:7], GIF),
         (webp(b"ALPH"), WEBP),

@@ -15,6 +15,7 @@ from dynbus.kvrouter.radix.index import MessageOutcome, RadixIndex
 from dynbus.llm.engine import RequestTooLong
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 from dynbus.llm.mock.engine import MockConfig, MockEngine, StepResult
+from dynbus.llm.mock.timing import Timing
 
 
 def engine(**changed: Any) -> MockEngine:
@@ -53,7 +54,7 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     results = drain(running)
 
     assert [len(result.outputs) for result in results] == [0, 0, 1]
-    timing = running.config.timing
+    timing = Timing()
     durations = [result.duration for result in results]
     assert durations == [timing.prefill(40), timing.prefill(40), timing.prefill(20)]
 
@@ -103,7 +104,7 @@ def test_running_requests_go_before_the_prompt_that_waits() -> None:
     result = running.advance()
 
     assert [output.request_id for output in result.outputs] == ["a"]
-    timing, capacity = running.config.timing, running.config.capacity_tokens
+    timing, capacity = Timing(), running.config.capacity_tokens
     assert result.duration == timing.prefill(15) + timing.decode(9, capacity)
 
 
@@ -127,7 +128,7 @@ def test_a_prompt_that_was_seen_is_reused_but_for_its_last_token() -> None:
     [result] = drain(running)
 
     assert result.outputs[0].cached_tokens == 12
-    assert result.duration == running.config.timing.prefill(4)
+    assert result.duration == Timing().prefill(4)
 
 
 def test_a_request_of_the_same_step_reuses_what_the_one_before_computes() -> None:
@@ -258,7 +259,7 @@ def test_steps_at_once_are_those_that_begin_before_the_given_time() -> None:
     running = engine()
     running.add(*request("a", 8, max_tokens=30))
     running.advance()
-    timing, capacity = running.config.timing, running.config.capacity_tokens
+    timing, capacity = Timing(), running.config.capacity_tokens
     first, second = timing.decode(9, capacity), timing.decode(10, capacity)
 
     result = running.advance(5.0, 5.0 + first + second / 2)
@@ -364,7 +365,7 @@ def test_a_step_gives_a_token_of_each_request_and_the_time_that_it_takes() -> No
     assert [name for name, _ in step.outputs] == ["a", "b"]
     assert [len(item.token_ids) for _, item in step.outputs] == [1, 1]
     assert [item.cached_tokens for _, item in step.outputs] == [0, 0]
-    assert step.delay == running.config.timing.prefill(24)
+    assert step.delay == Timing().prefill(24)
     assert len(step.events) == 2
     assert [item.finish_reason for _, item in running.step().outputs] == ["length", "length"]
 

@@ -8,11 +8,13 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.conditions import eventually
+from tests.llm.profiles import made_profile
 
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import BlockStored, KvEvent
 from dynbus.kvrouter.hashing import block_hashes
@@ -22,6 +24,7 @@ from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.generation import GenerateRequest, Sampling, Session
 from dynbus.llm.mock.engine import MockEngine
+from dynbus.llm.mock.profile import write_profile
 from dynbus.llm.mock.timing import Timing
 from dynbus.llm.mock.worker import MockWorker
 from dynbus.testing import TestKit, run
@@ -230,3 +233,45 @@ def test_the_next_instance_goes_on_with_a_folder(tmp_path: Path) -> None:
 def test_a_folder_for_no_blocks_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="host_folder: needs host_blocks"):
         MockWorker(host_folder="kept")
+
+
+def profiled(folder: Path, *, context_tokens: int) -> str:
+    """The file of a profile that was fitted to so much context in a step."""
+    profile = made_profile()
+    fitted = msgspec.structs.replace(profile.range, context_tokens=context_tokens)
+    write_profile(folder / "p.json", msgspec.structs.replace(profile, range=fitted))
+    return str(folder / "p.json")
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (1000, "has a prompt of 160 tokens and may have 1000 of output, and the context has 1024"),
+        (60, "tokens of context: the profile of m on e was fitted to 4, 256 and 200 at most"),
+    ],
+)
+def test_what_a_profile_was_not_fitted_to_is_refused(
+    output: int, reason: str, tmp_path: Path
+) -> None:
+    async def story() -> list[int]:
+        async with TestKit() as kit:
+            await kit.start(RecordedWorker, profile=profiled(tmp_path, context_tokens=200))
+            return await tokens_of(kit.client(RecordedWorker), GenerateRequest(PROMPT, output))
+
+    with pytest.raises(DynbusError) as caught:
+        run(story())
+
+    assert reason in str(caught.value)
+
+
+def test_a_worker_with_a_profile_takes_the_time_of_its_steps(tmp_path: Path) -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            path = profiled(tmp_path, context_tokens=4096)
+            await kit.start(RecordedWorker, profile=path, speedup_ratio=0.5)
+            began = monotonic()
+            await tokens_of(kit.client(RecordedWorker), GenerateRequest(PROMPT, 30))
+            return monotonic() - began
+
+    # Prompt and tokens take 52 ms, and twice that at half the speed.
+    assert run(story()) > 0.1

@@ -6,57 +6,31 @@ Needs Chromium and its driver, such as Debian's `chromium` and `chromium-driver`
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio.to_thread
 import pytest
 from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
+from tests.browser import HOSTILE, Page, driver, needs_browser, phone
 from tests.conditions import eventually
 from tests.llm.http.served import CARDS, Served, served
 from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
-DRIVER = shutil.which("chromedriver") or ""
+__all__ = ["driver"]
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.skipif(
-        not (CHROMIUM and DRIVER),
-        reason="needs a browser: install Debian's packages chromium and chromium-driver",
-    ),
+    needs_browser,
 ]
-
-BOUND = 60.0
-HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 T = TypeVar("T")
 
 
-class Page:
-    """The page of a front end in a browser. Its methods wait, each for a bounded time."""
-
-    def __init__(self, driver: webdriver.Chrome, url: str) -> None:
-        self.driver = driver
-        # The page before this one asks a front end that is gone; what it says is not ours.
-        driver.get("about:blank")
-        self.complaints()
-        driver.get(url)
-
-    def until(self, condition: Callable[[], T]) -> T:
-        return WebDriverWait(self.driver, BOUND, 0.05).until(lambda _: condition())
-
-    def all(self, selector: str) -> list[Any]:
-        return self.driver.find_elements(By.CSS_SELECTOR, selector)
-
-    def text(self, selector: str) -> str:
-        found = self.all(selector)
-        return found[-1].text if found else ""
+class Chat(Page):
+    """The page of a front end."""
 
     def ask(self, question: str) -> None:
         self.until(lambda: self.driver.find_element(By.ID, "send").is_enabled())
@@ -64,42 +38,15 @@ class Page:
         box.send_keys(question)
         self.driver.find_element(By.ID, "send").click()
 
-    def run(self, script: str) -> Any:
-        return cast("Any", self.driver).execute_script(script)
-
-    def complaints(self) -> list[str]:
-        """What the browser's console has: refusals of the policy, and errors of the script."""
-        return [entry["message"] for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    folder: Path = tmp_path_factory.mktemp("chromium")
-    for argument in (
-        "--headless=new",
-        # Tests run as root in containers; all that is opened is the page itself.
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--window-size=1200,800",
-        f"--user-data-dir={folder}",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
-
 
 async def in_browser(
-    driver: webdriver.Chrome, story: Callable[[Page], T], **settings: Any
+    driver: webdriver.Chrome, story: Callable[[Chat], T], **settings: Any
 ) -> tuple[T, Served]:
     """What a story in the browser comes to, with a front end before a scripted engine."""
     async with served({"tiny": CARDS["tiny"]}, **settings) as front:
 
         def told() -> T:
-            return story(Page(driver, front.url))
+            return story(Chat(driver, front.url))
 
         found = await anyio.to_thread.run_sync(told)
         await eventually(lambda: not front.engine.running)
@@ -107,7 +54,7 @@ async def in_browser(
 
 
 async def test_a_chat_is_streamed_and_remembered(driver: webdriver.Chrome) -> None:
-    def story(page: Page) -> list[str]:
+    def story(page: Chat) -> list[str]:
         page.ask("say Paris it is.")
         page.until(lambda: page.text(".assistant .text") == "Paris it is.")
         page.until(lambda: page.all(".assistant .facts"))
@@ -128,7 +75,7 @@ async def test_a_chat_is_streamed_and_remembered(driver: webdriver.Chrome) -> No
 
 
 async def test_stop_cancels_the_answer_in_its_engine(driver: webdriver.Chrome) -> None:
-    def story(page: Page) -> str:
+    def story(page: Chat) -> str:
         page.ask("endless a")
         page.until(lambda: len(page.text(".assistant .text")) > 3)
         driver.find_element(By.ID, "stop").click()
@@ -142,7 +89,7 @@ async def test_stop_cancels_the_answer_in_its_engine(driver: webdriver.Chrome) -
 
 
 async def test_hostile_text_of_a_model_is_shown_as_text(driver: webdriver.Chrome) -> None:
-    def story(page: Page) -> tuple[str, int, str]:
+    def story(page: Chat) -> tuple[str, int, str]:
         page.ask(f"say {HOSTILE}")
         page.until(lambda: page.text(".assistant .text") == HOSTILE)
         page.until(lambda: page.all(".assistant .facts"))
@@ -180,7 +127,7 @@ async def test_blocks_that_move_and_those_in_quarantine_are_shown(
         ],
     }
 
-    def story(page: Page) -> list[str]:
+    def story(page: Chat) -> list[str]:
         shown = f"show({json.dumps(state)});"
         told = page.run(f"{shown} return ['transfers', 'instances'].map((id) => $(id).innerText);")
         return cast("list[str]", told)
@@ -194,7 +141,7 @@ async def test_blocks_that_move_and_those_in_quarantine_are_shown(
 
 
 async def test_a_failure_is_told_where_the_answer_would_be(driver: webdriver.Chrome) -> None:
-    def story(page: Page) -> str:
+    def story(page: Chat) -> str:
         page.ask("refuse me")
         return page.until(lambda: page.text(".assistant .failure"))
 
@@ -206,7 +153,7 @@ async def test_a_failure_is_told_where_the_answer_would_be(driver: webdriver.Chr
 async def test_a_phone_shows_everything_without_scrolling_sideways(
     driver: webdriver.Chrome,
 ) -> None:
-    def story(page: Page) -> list[int]:
+    def story(page: Chat) -> list[int]:
         page.ask("say " + "long" * 60)
         page.until(lambda: page.all(".assistant .facts"))
         widths: list[int] = []
@@ -216,13 +163,8 @@ async def test_a_phone_shows_everything_without_scrolling_sideways(
             assert page.run(f"return document.getElementById('{view}').offsetWidth") > 300
         return widths
 
-    metrics = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-    emulation = cast("Any", driver)  # whose commands have no types
-    emulation.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    try:
+    with phone(driver):
         widths, _ = await in_browser(driver, story)
-    finally:
-        emulation.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     assert widths == [390, 390, 390]
 
@@ -238,7 +180,7 @@ async def test_where_there_are_keys_the_page_asks_for_one(
         url = front.url.replace("://", "://x:a-long-and-secret-key-of-ada@")
 
         def story() -> str:
-            page = Page(driver, url)
+            page = Chat(driver, url)
             page.ask("say Welcome.")
             page.until(lambda: page.text(".assistant .text") == "Welcome.")
             return page.text("#instances")

@@ -10,9 +10,11 @@ from typing import NamedTuple
 import pytest
 
 from dynbus.bus.errors import ConfigError
+from dynbus.kvrouter.routing.candidates import Candidate
 from dynbus.kvrouter.routing.config import RouterConfig
-from dynbus.kvrouter.routing.cost import Candidate, RequestShape
+from dynbus.kvrouter.routing.cost import RequestShape
 from dynbus.llm.mock.engine import MockConfig
+from dynbus.llm.mock.timing import Timing
 from dynbus.llm.replay.fleet import Fleet
 from dynbus.llm.replay.policies import InTurn, with_policy
 from dynbus.llm.replay.report import summarize
@@ -163,7 +165,7 @@ def test_a_request_waits_in_the_queue_of_the_scheduler_until_there_is_room(tmp_p
     assert fleet.scheduler.statistics().waited == 2
     assert [request.instance for request in result.requests] == [0, 0, 0]
     # Both are in the step that begins when the first one has ended.
-    expected = config.timing.prefill(8192) + config.timing.prefill(1024)
+    expected = Timing().prefill(8192) + Timing().prefill(1024)
     assert [request.first_token for request in result.requests[1:]] == pytest.approx([expected] * 2)
     assert result.requests[1].arrival == 0.001
 
@@ -179,7 +181,7 @@ def test_a_queue_that_is_full_is_told(tmp_path: Path) -> None:
 def test_a_request_that_arrives_during_a_step_begins_with_the_next_one(tmp_path: Path) -> None:
     trace = written(tmp_path / "trace.jsonl", (0, 8192, 100, [*range(16)]), (10, 512, 1, [99]))
     config = MockConfig()
-    timing = config.timing
+    timing = Timing()
 
     result = Fleet(["a"], in_turn(), config).run(trace)
 
@@ -193,7 +195,7 @@ def test_a_request_that_arrives_while_others_decode_begins_with_the_next_step(
 ) -> None:
     trace = written(tmp_path / "trace.jsonl", (0, 512, 300, [1]), (1000, 512, 1, [99]))
     config = MockConfig()
-    timing, capacity = config.timing, config.capacity_tokens
+    timing, capacity = Timing(), config.capacity_tokens
     begins, context = timing.prefill(512), 513
     while begins < 1.0:
         begins += timing.decode(context, capacity)
@@ -212,7 +214,7 @@ def test_requests_of_one_moment_share_the_first_step(tmp_path: Path) -> None:
     result = Fleet(["a"], in_turn(), config).run(trace)
 
     assert [request.first_token for request in result.requests] == pytest.approx(
-        [config.timing.prefill(1024)] * 2
+        [Timing().prefill(1024)] * 2
     )
 
 

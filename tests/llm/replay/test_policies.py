@@ -16,8 +16,9 @@ import pytest
 
 from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter.events import BlockStored
+from dynbus.kvrouter.routing.candidates import Candidate
 from dynbus.kvrouter.routing.config import RouterConfig
-from dynbus.kvrouter.routing.cost import Candidate, RequestShape
+from dynbus.kvrouter.routing.cost import RequestShape
 from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.profiles import read_profile
 from dynbus.kvrouter.routing.queue import SchedulingRequest

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from dynbus.kvrouter.routing.config import RouterConfig
+from dynbus.llm.mock import engine
 from dynbus.llm.mock.engine import MockConfig
-from dynbus.llm.replay.fleet import Fleet
+from dynbus.llm.replay.fleet import Fleet, ReplayResult
 from dynbus.llm.replay.policies import with_policy
 from dynbus.llm.replay.report import Objective
 from dynbus.llm.replay.scaled import POOL, Fault, ScaledFleet, ScaledResult
@@ -60,6 +61,36 @@ def replay(
         first=first,
     )
     return fleet.run(seen)
+
+
+@pytest.mark.parametrize("killed_at", [0.01, 0.3, 0.38, 1.1])
+def test_a_killed_instance_has_told_what_ended_before(
+    killed_at: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed() -> ReplayResult:
+        faults = [Fault("dies", killed_at), Fault("dies", 1e6)]
+        fleet = ScaledFleet(Simulation(2), "round_robin", None, cold_start=0.0, faults=faults)
+        result = fleet.run(trace(1, 1.0, output=400))
+        assert result.missed == [faults[1]]
+        return result.replay
+
+    together = killed()
+    monkeypatch.setattr(engine, "QUIET_STEPS", 1)
+    one_by_one = killed()
+
+    [request], [same] = together.requests, one_by_one.requests
+    assert request.last_token == pytest.approx(same.last_token)
+    assert sum(together.busy) == pytest.approx(sum(one_by_one.busy))
+    assert together.intervals[1].sum() == one_by_one.intervals[1].sum() == 399
+
+
+def test_a_fleet_that_is_set_to_nothing_says_so_at_once() -> None:
+    fleet = ScaledFleet(
+        Simulation(1), "round_robin", None, cold_start=0.0, faults=[Fault("hand", 0.0, instances=0)]
+    )
+
+    with pytest.raises(ValueError, match="2 requests wait for an instance, and none comes"):
+        fleet.run(trace(2, 1.0))
 
 
 def test_requests_without_an_instance_are_held_until_one_is_there() -> None:
@@ -150,5 +181,5 @@ def test_metrics_that_are_lost_are_not_shown() -> None:
 
 
 def test_requests_that_nothing_will_ever_serve_are_no_endless_replay() -> None:
-    with pytest.raises(ValueError, match="nothing serves them"):
+    with pytest.raises(ValueError, match="none comes"):
         replay(trace(1, 1.0), {}, first=0, interval=3600.0)

@@ -90,6 +90,7 @@ def test_only_the_first_requests_are_read_when_asked(path: Path) -> None:
     ("wrong", "reason"),
     [
         ("nonsense\n", "line 2 is no request: "),
+        ('{"a":' * 100_000, "line 2 is no request: maximum recursion depth"),
         (line(timestamp="now"), r"line 2 is no request: .*\$\.timestamp"),
         (line(input_length=0, hash_ids=[]), "line 2: input_length = 0"),
         (line(block_size=0), "line 2: block_size = 0 is not 1 to 65536"),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dynbus.llm.scaling.capacity import (
     Demand,
-    EngineProfile,
+    EngineSpeed,
     Limits,
     Line,
     ProfileLearner,
@@ -18,12 +18,12 @@ from dynbus.llm.scaling.capacity import (
 )
 from dynbus.llm.scaling.observation import PoolKind
 
-PROFILE = EngineProfile(Line(0.1, 1e-4), Line(0.02, 1e-7))
+PROFILE = EngineSpeed(Line(0.1, 1e-4), Line(0.02, 1e-7))
 LIMITS = Limits(ttft=2.0, itl=0.05, capacity_tokens=100_000)
 
 kinds: st.SearchStrategy[PoolKind] = st.sampled_from(("aggregated", "prefill", "decode"))
 profiles = st.builds(
-    EngineProfile,
+    EngineSpeed,
     st.builds(Line, st.floats(0.001, 1), st.floats(1e-7, 1e-3)),
     st.builds(Line, st.floats(0.001, 0.1), st.floats(1e-9, 1e-5)),
 )
@@ -60,7 +60,7 @@ def test_running_requests_are_those_of_littles_law() -> None:
 
 @given(kinds, profiles, demands, st.integers(1, 100))
 def test_more_instances_are_never_worse(
-    kind: PoolKind, profile: EngineProfile, demand: Demand, instances: int
+    kind: PoolKind, profile: EngineSpeed, demand: Demand, instances: int
 ) -> None:
     few, more = (predict(kind, profile, demand, n) for n in (instances, instances + 1))
 
@@ -72,7 +72,7 @@ def test_more_instances_are_never_worse(
 
 @given(kinds, profiles, demands, limits)
 def test_the_need_is_the_least_that_keeps_the_objectives_that_can_be_kept(
-    kind: PoolKind, profile: EngineProfile, demand: Demand, limits: Limits
+    kind: PoolKind, profile: EngineSpeed, demand: Demand, limits: Limits
 ) -> None:
     needed = need(kind, profile, demand, limits, 64)
 
@@ -92,7 +92,7 @@ def test_the_need_is_the_least_that_keeps_the_objectives_that_can_be_kept(
 
 @given(kinds, profiles, demands, limits)
 def test_a_higher_rate_never_needs_fewer(
-    kind: PoolKind, profile: EngineProfile, demand: Demand, limits: Limits
+    kind: PoolKind, profile: EngineSpeed, demand: Demand, limits: Limits
 ) -> None:
     double = demand._replace(rate=2 * demand.rate)
 
@@ -115,7 +115,7 @@ def test_streams_need_their_slots() -> None:
 
 
 def test_a_profile_is_that_of_the_measurements_once_there_are_many() -> None:
-    learner = ProfileLearner(EngineProfile())
+    learner = ProfileLearner(EngineSpeed())
 
     for number in range(400):
         tokens = 500.0 + 10 * (number % 100)
@@ -128,7 +128,7 @@ def test_a_profile_is_that_of_the_measurements_once_there_are_many() -> None:
 
 
 def test_waits_among_the_measurements_make_no_engine_slow() -> None:
-    learner = ProfileLearner(EngineProfile())
+    learner = ProfileLearner(EngineSpeed())
 
     for number in range(400):
         wait = 5.0 if number % 5 == 0 else 0.0
@@ -139,7 +139,7 @@ def test_waits_among_the_measurements_make_no_engine_slow() -> None:
 
 @given(profiles, st.lists(st.tuples(st.floats(1, 1e6), st.floats(1e-4, 100)), max_size=30))
 def test_whatever_is_measured_no_speed_is_below_zero(
-    prior: EngineProfile, measured: list[tuple[float, float]]
+    prior: EngineSpeed, measured: list[tuple[float, float]]
 ) -> None:
     learner = ProfileLearner(prior)
 

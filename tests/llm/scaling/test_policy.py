@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from dynbus.bus.errors import ConfigError
-from dynbus.llm.scaling.capacity import EngineProfile, Line
+from dynbus.llm.scaling.capacity import EngineSpeed, Line
 from dynbus.llm.scaling.observation import Observation, PoolLoad, PoolState, PoolTarget
 from dynbus.llm.scaling.policy import PoolConfig, ScalingConfig, ScalingPolicy
 
 POOL = "llm.Engine"
-PROFILE = EngineProfile(Line(0.1, 1e-4), Line(0.02, 1e-7))
+PROFILE = EngineSpeed(Line(0.1, 1e-4), Line(0.02, 1e-7))
 """A prompt of 1000 tokens takes 0.2 s."""
 INTERVAL = 5.0
 IDLE = PoolLoad(capacity_tokens=100_000)
@@ -249,7 +249,7 @@ def test_a_budget_is_shared_by_what_the_pools_need() -> None:
 
 
 def test_the_speed_of_an_engine_is_learned_from_its_requests() -> None:
-    pool = Pool(settings=config(profile=EngineProfile()))
+    pool = Pool(settings=config(profile=EngineSpeed()))
 
     pool.follow(busy(2.0, ttft=1.2, itl=0.04), 1800.0)
 

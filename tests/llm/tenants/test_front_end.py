@@ -17,7 +17,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from tests.conditions import eventually
-from tests.llm.http.served import FixedCatalog, ScriptedEngine, Served, card, served
+from tests.llm.http.served import CARDS, FixedCatalog, ScriptedEngine, Served, card, served
 
 from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer
@@ -238,6 +238,45 @@ async def test_models_priorities_and_prompts_that_a_key_may_not_have(tmp_path: P
     assert fits.choices[0].message.content == "hi"
 
 
+async def test_a_request_that_states_no_priority_has_the_highest_that_its_key_may_ask_for(
+    tmp_path: Path,
+) -> None:
+    cards = {
+        **CARDS,
+        "vectors": card("vectors", "test.ScriptedEngine.embed", types=["embedding"]),
+        "text": card("text", "test.TextEngine.chat", input="text", types=["chat"]),
+    }
+    messages = [{"role": "user", "content": "say hi"}]
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"model": "tiny", "messages": messages}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": messages, "priority": -5}),
+        ("/v1/chat/completions", {"model": "text", "messages": messages, "priority": None}),
+        ("/v1/completions", {"model": "tiny", "prompt": "say hi"}),
+        ("/v1/responses", {"model": "tiny", "input": "say hi"}),
+        ("/v1/messages", {"model": "tiny", "messages": messages, "max_tokens": 3}),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": messages}),
+        ("/tokenize", {"model": "tiny", "prompt": "hi"}),
+        ("/v1/embeddings", {"model": "vectors", "input": "hi"}),
+        ("/v1/score", {"model": "vectors", "text_1": "hi", "text_2": "so"}),
+        ("/v1/rerank", {"model": "vectors", "query": "hi", "documents": ["so"]}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": messages, "priority": 0}),
+    ]
+    file = keys_file(tmp_path, "max_priority=-1")
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with (
+        served(cards, api_keys=file) as front,
+        httpx2.AsyncClient(base_url=front.url, headers=headers) as client,
+    ):
+        answers = [await client.post(path, json=body) for path, body in asked]
+        engine, texts = front.engine, front.text.requests
+
+    assert [one.status_code for one in answers] == [200] * (len(asked) - 1) + [400]
+    assert "this key may ask for -1 at most, not 0" in answers[-1].text
+    assert [one.priority for one in engine.requests] == [-1, -5, -1, -1, -1]
+    assert {one.priority for one in engine.texts} == {-1}
+    assert [one["priority"] for one in texts] == [-1]
+
+
 async def test_resumable_streams_and_kept_answers_have_limits(tmp_path: Path) -> None:
     async with limited(tmp_path, "open_streams=1 kept_answers=1") as (front, client):
         resumable = {"Dynbus-Resumable": "1"}
@@ -325,6 +364,21 @@ async def test_scores_are_counted_by_the_tokens_of_their_texts(tmp_path: Path) -
             )
 
     assert left == 500 - ranked["usage"]["total_tokens"]
+
+
+async def test_the_limit_of_a_prompt_is_that_of_each_text_to_embed_or_pair(tmp_path: Path) -> None:
+    cards = {"vectors": card("vectors", "test.ScriptedEngine.embed", types=["embedding"])}
+    file = keys_file(tmp_path, "max_prompt_tokens=20")
+    texts = ["hello there"] * 5
+    async with served(cards, api_keys=file) as front, client_of(front.url) as client:
+        embedded = await client.embeddings.create(model="vectors", input=texts)
+        body = {"model": "vectors", "query": "hello there", "documents": ["hello two", "hello"]}
+        ranked: Any = await client.post("/rerank", body=body, cast_to=object)
+        with pytest.raises(openai.BadRequestError, match="those of this key have 20"):
+            await client.embeddings.create(model="vectors", input=[*texts, "word " * 20])
+
+    assert embedded.usage.prompt_tokens > 20
+    assert ranked["usage"]["total_tokens"] > 20
 
 
 @pytest.mark.parametrize("streams", [False, True])

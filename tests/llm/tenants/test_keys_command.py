@@ -98,6 +98,7 @@ async def test_limits_that_are_no_longer_stated_are_told_and_can_be_those_of_all
         table = await command(own_server, "ls")
         unset = await command(own_server, "limit", "ada", "--unset")
         await eventually(lambda: known.limits_of("ada") == Limits(requests_at_a_time=1))
+        held = await command(own_server, "ls")
         both = await command(own_server, "limit", "ada", "--unset", "requests_per_minute=5")
 
     assert "limits of ada: tokens_per_month=9\n" in first.output
@@ -109,6 +110,7 @@ async def test_limits_that_are_no_longer_stated_are_told_and_can_be_those_of_all
     assert (*ada[1:4], *ada[5:]) == ("ada", "-", "-", "never", "-", "none")
     assert float(ada[4].removesuffix("s")) < 60
     assert unset.output == "limits of ada: none are stated\nbefore: none\n"
+    assert held.output.splitlines()[1].endswith("those of *: requests_at_a_time=1")
     assert "leave out 'requests_per_minute=5'" in str(both.exception)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import anyio
 import jwt
 import openai
 import pytest
@@ -35,6 +38,7 @@ class Provider:
 
     Attributes:
         asked: the paths that were asked for.
+        drips: the beginning of answers that then go on by a byte at a time; None for whole ones.
     """
 
     def __init__(self) -> None:
@@ -42,16 +46,27 @@ class Provider:
         self.documents: dict[str, Any] = {}
         self.asked: list[str] = []
         self.is_away = False
+        self.drips: bytes | None = None
+        self.is_closing = threading.Event()
         provider = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 provider.asked.append(self.path)
+                if provider.drips is not None:
+                    self.drip(provider.drips)
+                    return
                 body = json.dumps(provider.document(self.path)).encode()
                 self.send_response(503 if provider.is_away else 200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
+
+            def drip(self, head: bytes) -> None:
+                self.wfile.write(head)
+                with contextlib.suppress(OSError):
+                    while not provider.is_closing.wait(0.02):
+                        self.wfile.write(b" ")
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -86,6 +101,7 @@ class Provider:
         return jwt.encode(told, self.keys[name], algorithm, headers={"kid": name})
 
     def close(self) -> None:
+        self.is_closing.set()
         self.server.shutdown()
         self._thread.join()
         self.server.server_close()
@@ -237,6 +253,47 @@ async def test_the_keys_from_before_count_while_the_provider_is_away(
     clock.now += FETCHED_SECONDS + 1
 
     assert await tokens.holder_of(provider.token()) == ADA
+
+
+HEAD = b"HTTP/1.0 200 OK\r\nContent-Length: 100000\r\n\r\n"
+
+
+async def test_a_provider_that_answers_slowly_keeps_no_token_of_a_known_key_waiting(
+    provider: Provider, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
+    assert await tokens.holder_of(provider.token()) == ADA
+    monkeypatch.setattr(oidc, "PATIENCE", 0.01)
+    monkeypatch.setattr(oidc, "FETCH_TIMEOUT", 30.0)
+    provider.drips = HEAD
+    clock.now += FETCHED_SECONDS + 1
+
+    with anyio.fail_after(10):
+        first = [await tokens.holder_of(provider.token(sub=str(n))) for n in range(3)]
+    # No token waits for a provider that was slow the last time.
+    monkeypatch.setattr(oidc, "PATIENCE", 30.0)
+    with anyio.fail_after(10):
+        later = await tokens.holder_of(provider.token())
+    # Time is over for the answer, and the next reading is a whole one.
+    clock.now += 31
+    provider.drips = None
+    provider.keys = {"two": provider.keys["one"]}
+    with anyio.fail_after(10):
+        while await tokens.holder_of(provider.token("two")) is None:
+            clock.now += FETCH_INTERVAL
+
+    assert first == [ADA] * 3
+    assert later == ADA
+
+
+async def test_a_document_that_takes_too_long_is_given_up(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oidc, "FETCH_TIMEOUT", 0.2)
+    provider.drips = HEAD
+
+    with pytest.raises(Unavailable, match="takes more than 0.2 s|timed out"):
+        await asyncio.to_thread(oidc.fetch, f"{provider.issuer}/keys")
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,7 @@ async def test_the_command_prints_sums_by_groups_as_table_csv_and_json(
     no_group = await asyncio.to_thread(run, "--by", "model,tenants")
     one_day = await asyncio.to_thread(run, "--since", "2026-01-01", "--until", "2026-01-01")
     future = await asyncio.to_thread(run, "--since", "2999-01-01")
+    nobody = await asyncio.to_thread(run, "--tenant", "")
     two_forms = await asyncio.to_thread(run, "--csv", "--json")
 
     for none in (empty, past):
@@ -262,5 +263,7 @@ async def test_the_command_prints_sums_by_groups_as_table_csv_and_json(
     assert (row["tenant"], row["model"], row["total"]) == ("bob", "tiny", 35)
     assert isinstance(no_group.exception, ConfigError)
     assert "did you mean tenant?" in str(no_group.exception)
+    assert isinstance(nobody.exception, ConfigError)
+    assert "'' is no tenant" in str(nobody.exception)
     assert isinstance(two_forms.exception, ConfigError)
     assert "give one of them" in str(two_forms.exception)

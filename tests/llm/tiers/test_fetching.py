@@ -7,7 +7,16 @@ from typing import Any, cast
 
 import anyio
 import pytest
-from tests.llm.hand_over.lists import EPOCH, SIZE, Ending, Engine, Memory, source_of
+from tests.llm.hand_over.lists import (
+    EPOCH,
+    SIZE,
+    Ending,
+    Engine,
+    Memory,
+    Noted,
+    events_into,
+    source_of,
+)
 
 from dynbus.bus.background import Background
 from dynbus.bus.context import Context, context
@@ -54,8 +63,14 @@ class Story:
             model="of a",
         )
         self.avoided: set[str] = set()
+        self.noted: list[Noted] = []
         self.sink = Sink(
-            cast(Any, self.engine), background, spans, self.fetcher, avoids=self.avoids
+            cast(Any, self.engine),
+            background,
+            spans,
+            self.fetcher,
+            events=events_into(self.noted, "a"),
+            avoids=self.avoids,
         )
 
     def avoids(self, instance: str) -> bool:
@@ -112,6 +127,11 @@ def test_the_blocks_that_the_engine_lacks_are_read_and_no_others() -> None:
     assert story.fetcher.statistics.results == {"fetched": 1}
     assert (story.fetcher.statistics.blocks, story.lender.lent_blocks) == (5, 5)
     assert story.rates.peer("b").latency.measured
+    [(event, details)] = story.noted
+    assert event == ("test", "hand_over.done", "test.a@a", "r")
+    assert 0 < details["answered"] + 0.01 <= details["read"] <= details["seconds"]
+    known = {name: details[name] for name in ("kind", "source", "blocks")}
+    assert known == {"kind": "cache", "source": "b", "blocks": 5}
 
 
 def test_a_peer_that_holds_less_by_now_lends_what_it_has() -> None:
@@ -142,24 +162,31 @@ async def failing(what: str, problem: Any) -> Story:
 
 
 @pytest.mark.parametrize(
-    ("what", "problem", "code"),
+    ("what", "problem", "code", "why"),
     [
-        ("error", NoInstances("b is gone"), "NoInstances"),
-        ("error", Overloaded("too much"), "Overloaded"),
-        ("stalls", True, "DeadlineExceeded"),
-        ("transfer", TransferFailed("cut"), "TransferFailed"),
-        ("takes", 60.0, "DeadlineExceeded"),
-        ("settles", False, "LeaseLost"),
+        ("error", NoInstances("b is gone"), "NoInstances", "no_instances"),
+        ("error", Overloaded("too much"), "Overloaded", "refused"),
+        ("stalls", True, "DeadlineExceeded", "too_slow"),
+        ("transfer", TransferFailed("cut"), "TransferFailed", "transfer_failed"),
+        ("takes", 60.0, "DeadlineExceeded", "too_slow"),
+        ("settles", False, "LeaseLost", "lease_lost"),
     ],
 )
 def test_what_cannot_be_fetched_is_computed_and_the_peer_is_left_in_peace(
-    what: str, problem: Any, code: str
+    what: str, problem: Any, code: str, why: str
 ) -> None:
     story = run(failing(what, problem))
 
     assert story.engine.delivered == [2 * SIZE]
     assert story.fetcher.statistics.results == {code: 1}
     assert "asked again" in story.rates.fetches("b", 8, now=paused(story)).reason
+    faults = [one for one in story.noted if one[0][1] == "hand_over.failed"]
+    [(event, details)] = faults
+    assert event[2:] == ("test.a@a", "r")
+    assert (details["why"], details["error"], details["blocks"]) == (why, code, 0)
+    assert details["computed_here"] == 6 * SIZE
+    given_up = [one for one in story.noted if one[0][1] == "hand_over.given_up"]
+    assert [details["blocks"] for _, details in given_up] == [6] * (what in ("takes", "transfer"))
 
 
 def paused(story: Story) -> float:

@@ -37,6 +37,20 @@ def test_the_bounds_are_a_multiple_of_the_largest_noise() -> None:
     assert noise.bounds == Bounds(0.16, 1.6, 0.016)
 
 
+def test_what_is_not_finite_is_no_measure_of_noise() -> None:
+    noise = Noise(EPSILON, 8.0)
+
+    taken = [noise.note([SAME, OTHER], 0.0), noise.note([SAME], math.inf)]
+    taken += [noise.note([Difference(0.01, 0.1)], 0.001) for _ in range(MEASURES - 1)]
+    assert not noise.is_known
+    taken.append(noise.note([], 0.0))
+
+    assert taken == [False, False, *[True] * MEASURES]
+    assert noise.is_known
+    assert noise.bounds == Bounds(0.08, 0.8, 0.008)
+    assert not noise.bounds.allow(OTHER)
+
+
 def test_an_engine_without_noise_is_judged_by_its_bits_until_others_give_it_blocks() -> None:
     noise = Noise(0.0, 8.0)
 

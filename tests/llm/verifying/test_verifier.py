@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from dynbus.kvrouter.events import BlockRemoved
 from dynbus.llm.generation import GenerateRequest
+from dynbus.llm.verifying import verifier
+from dynbus.llm.verifying.noise import MEASURES, Floats
 from dynbus.llm.verifying.options import VerifyOptions
+from dynbus.llm.verifying.recomputing import recompute
 from dynbus.llm.verifying.verifier import MAX_SAMPLES, QUIET
 
 from .lying import SIZE, SMALL, Lying, prompt
@@ -59,6 +66,32 @@ def test_the_noise_of_an_engine_is_no_damage(tmp_path: Path, exact: bool) -> Non
 
     assert lying.findings.count == 0
     assert lying.answers()["verified"] == 29
+
+
+def test_prompts_that_give_no_numbers_are_no_measure_and_damages_are_found_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lying = Lying(tmp_path, exact=False)
+    computed: list[int] = []
+
+    def overflows(*arguments: Any) -> Generator[None, None, Floats]:
+        logits = yield from recompute(*arguments)
+        computed.append(len(logits))
+        return logits * np.float32(math.nan) if len(computed) <= 2 * MEASURES else logits
+
+    monkeypatch.setattr(verifier, "recompute", overflows)
+    lying.ask([*PREFIX, 9])
+    for at in range(2 * MEASURES):
+        lying.ask([*PREFIX, *prompt(10 + at, 5)])
+        lying.idle()
+    answers = dict(lying.answers())
+    lying.caches[0][lying.blocks_of(PREFIX)[0]] += 1.0
+    lying.ask([*PREFIX, 9, 8])
+    lying.idle()
+
+    assert answers == {"computed": 1, "unmeasured": MEASURES, "verified": MEASURES}
+    assert caplog.text.count("no answer is verified before it is") == 1
+    assert lying.findings.count == 1
 
 
 def test_an_answer_whose_blocks_have_gone_is_judged_by_its_logits(tmp_path: Path) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 from tests.conditions import eventually
+from tests.flights import events_on
 from tests.llm.text.tiny_tokenizer import tiny_json
 from tests.llm.weights.tiny_models import TINY_MODELS
 
 from dynbus import Actor, Topic, call_options, subscribe
+from dynbus.bus.flight import digest_of_request
+from dynbus.bus.flight.records import Event
 from dynbus.bus.transport import Message
 from dynbus.kvrouter.routing.decision import Explanation, Question, why_subject
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
@@ -108,7 +111,7 @@ def test_a_damage_is_told_to_the_log_as_an_event_and_to_who_asks_of_its_requests
     heard.clear()
 
     async def story() -> tuple[list[Explanation], list[Explanation]]:
-        async with TestKit() as kit:
+        async with TestKit(flight=True) as kit:
             worker = await start(kit, model)
             await kit.start(Operator)
             verifier = worker.verification.verifier
@@ -122,8 +125,16 @@ def test_a_damage_is_told_to_the_log_as_an_event_and_to_who_asks_of_its_requests
             assert worker.verification.findings.counts == {"blocks": 1, "logits": 0, "checksum": 0}
             await ask(kit, [*PREFIX, 8], "fourth")
             await eventually(lambda: verifier.figures.answers["verified"] == 2)
+
+            async def is_recorded() -> bool:
+                events = await events_on(kit.bus, "llm")
+                recorded[:] = [one for one in events if one.what == "cache.damaged"]
+                return bool(recorded)
+
+            await eventually(is_recorded, what="it is on record")
             return await why(kit, "second"), await why(kit, "fourth")
 
+    recorded: list[Event] = []
     with caplog.at_level(logging.ERROR):
         told, untold = asyncio.run(story())
 
@@ -134,6 +145,11 @@ def test_a_damage_is_told_to_the_log_as_an_event_and_to_who_asks_of_its_requests
     assert "dynbus why third" in caplog.text
     assert [one.damages[0]["requests"] for one in told if one.damages] == [damage.requests]
     assert untold == []
+    [event] = recorded
+    assert event.request == digest_of_request("third")
+    assert event.who.startswith("llm.Worker@")
+    known = {name: event.details[name] for name in ("evidence", "measures", "requests", "blocks")}
+    assert known == {"evidence": "blocks", "measures": "none", "requests": 3, "blocks": 1}
 
 
 def test_an_instance_whose_own_blocks_are_damaged_too_often_is_withdrawn(model: str) -> None:

@@ -1,0 +1,105 @@
+"""An instance on the bus is measured by its streams, and its profile checked by them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.llm.profiles import made_profile
+
+from dynbus import Actor, ConfigError, NoInstances, Reply, handler
+from dynbus.bus.protocol.names import ComponentName
+from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.llm.mock.profile import write_profile
+from dynbus.llm.mock.worker import MockWorker
+from dynbus.llm.profiling import (
+    Effort,
+    HeldOut,
+    ServedBench,
+    TrafficShape,
+    check_profile,
+    make_profile,
+    measure,
+    open_served_bench,
+)
+from dynbus.llm.profiling.batches import Batch
+from dynbus.testing import TestKit, run
+
+ENGINE = ComponentName("llm", "MockWorker")
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncGenerator[TestKit]:
+    write_profile(folder / "p.json", made_profile())
+    async with TestKit() as kit:
+        await kit.start(MockWorker, profile=str(folder / "p.json"), max_num_seqs=2, blocks=32)
+        yield kit
+
+
+def test_an_instance_says_how_large_it_is(tmp_path: Path) -> None:
+    async def story() -> ServedBench:
+        async with serving(tmp_path) as kit:
+            return await open_served_bench(kit.caller, ENGINE)
+
+    limits = run(story()).limits
+
+    assert (limits.block_size, limits.blocks, limits.max_num_seqs) == (16, 32, 2)
+    assert (limits.max_num_batched_tokens, limits.context_length) == (256, 1024)
+
+
+def test_its_steps_are_measured_and_its_profile_checked(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as kit:
+            bench = await open_served_bench(kit.caller, ENGINE)
+            measured = await measure(bench, Effort(80, repeats=1))
+            profile = make_profile(
+                measured, bench.limits, engine="e", model="m", how="streams", context=80
+            )
+            held_out = HeldOut(TrafficShape(20, 4, 60), requests=20, loads=(0.3,))
+            (error,) = await check_profile(profile, bench, held_out)
+
+        assert profile.range.sequences == 2
+        assert profile.max_num_seqs == 2
+        # How long they took is another matter on a machine that is busy.
+        assert [count for count, _ in profile.costs.sequences] == [1, 2]
+        assert any(one.is_answer for one in measured)
+        assert any(work.prompts and work.requests for one in measured for work in one.works)
+        assert (error.requests, error.load) == (20, 0.3)
+
+    run(story())
+
+
+def test_requests_of_a_batch_come_at_their_steps(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as kit:
+            bench = await open_served_bench(kit.caller, ENGINE)
+            measured = await bench.carry_out(Batch([(0, 20, 8), (4, 20, 2)]))
+
+        steps = [work for one in measured for work in one.works]
+        began = [at for at, work in enumerate(steps) if work.prompts]
+        assert began[0] == 0
+        # It is sent with the fourth token at the earliest, and is in the step behind that.
+        assert began[1] >= 4
+
+    run(story())
+
+
+class Silent(Actor, namespace="llm"):
+    """An actor that generates, and does not say how."""
+
+    @handler
+    async def generate(self, request: GenerateRequest, reply: Reply[Generated]) -> None: ...
+
+
+def test_what_does_not_say_its_size_or_is_not_there_is_refused() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            await kit.start(Silent)
+            with pytest.raises(ConfigError, match="does not say the size of its cache and steps"):
+                await open_served_bench(kit.caller, ComponentName("llm", "Silent"))
+            with pytest.raises(NoInstances, match=r"no instance serves llm.MockWorker.generate"):
+                await open_served_bench(kit.caller, ENGINE)
+
+    run(story())
