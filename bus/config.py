@@ -13,6 +13,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
@@ -402,6 +403,8 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
 }
 
 
+# Front ends ask it of each request's Host.
+@lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:
     """True if only programs on this machine can reach `host`; a name other than localhost is not
     looked up and counts as no.

@@ -1,14 +1,17 @@
 """A pool of engines in processes of their own, scaled by `dynbus scale`, in real time.
 
-`scripts/test tests/scenarios/test_autoscaling.py -m soak --numprocesses 0 -s` has the load rise for
-half an hour and fall for another; `AUTOSCALING_SECONDS=600` less.
+`scripts/test tests/scenarios/test_autoscaling.py -m soak --numprocesses 0 -s` has the load of small
+engines rise for half an hour and fall for another; `AUTOSCALING_SECONDS=600` less.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
 
@@ -18,20 +21,64 @@ from tests.conditions import eventually
 
 from dynbus.actors.runtime import Runtime
 from dynbus.bus.clock import monotonic
+from dynbus.llm.engine.worker import EngineWorker
 from dynbus.llm.generation import GenerateRequest
+from dynbus.llm.mock.tiny_model import write_tiny_model
 from dynbus.llm.mock.worker import MockWorker
+from dynbus.llm.worker import SmallWorker
 
 from .project import Folder
 
 pytestmark = pytest.mark.anyio
 
-UNIT: Final = 4.0
-"""Requests each second that one engine bears."""
 LEAST, MOST = 0.1, 3.0
 """The load at the beginning and the end, and in the middle, in engines."""
-OUTPUT: Final = 40
-TTFT, ITL = 2.0, 0.1
+PROMPT, OUTPUT = 2000, 40
 SOAKED: Final = float(os.environ.get("AUTOSCALING_SECONDS", "3600"))
+
+
+class Pool(NamedTuple):
+    """The engines of a story.
+
+    Attributes:
+        options: of their actor.
+        unit: requests each second that one of them bears.
+        ttft, itl: objectives, in seconds.
+        vocabulary: of their model.
+    """
+
+    actor: type[EngineWorker]
+    options: Sequence[str]
+    unit: float
+    ttft: float
+    itl: float
+    vocabulary: int
+
+
+MOCKS: Final = Pool(
+    MockWorker,
+    ("--MockWorker.speedup_ratio=0.2", "--MockWorker.max_num_seqs=32"),
+    unit=4.0,
+    ttft=2.0,
+    itl=0.1,
+    vocabulary=30_000,
+)
+
+
+def small_engines(folder: Path) -> Pool:
+    """Engines that compute a model of two layers, for 0.17 s of a core a request."""
+    config = write_tiny_model(folder) / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "max_position_embeddings": 4096}))
+    options = ("backend=numpy", "threads=1", "blocks=2048", f"model={folder}")
+    return Pool(
+        SmallWorker,
+        [f"--SmallWorker.{option}" for option in options],
+        unit=2.0,
+        ttft=0.4,
+        itl=0.05,
+        vocabulary=200,
+    )
 
 
 class Answer(NamedTuple):
@@ -42,12 +89,13 @@ class Answer(NamedTuple):
     between: float
 
 
-async def ask(runtime: Runtime, number: int) -> Answer:
+async def ask(runtime: Runtime, pool: Pool, number: int) -> Answer:
     """Ask for a prompt that no cache has."""
     random, began = Random(number), monotonic()
-    prompt = [random.randrange(30_000) for _ in range(2000)]
+    prompt = [random.randrange(pool.vocabulary) for _ in range(PROMPT)]
     tokens, first, now = 0, began, began
-    async for item in runtime.client(MockWorker).generate(GenerateRequest(prompt, OUTPUT)):
+    request = GenerateRequest(prompt, OUTPUT, ignore_eos=True)
+    async for item in runtime.client(pool.actor).generate(request):
         now = monotonic()
         first = first if tokens else now
         tokens += len(item.token_ids)
@@ -61,32 +109,34 @@ class Rise(NamedTuple):
         instances: that were there in each second.
     """
 
+    pool: Pool
     answers: list[Answer]
     instances: list[int]
 
     def __str__(self) -> str:
-        good = sum(each.first <= TTFT and each.between <= ITL for each in self.answers)
+        ttft, itl = self.pool.ttft, self.pool.itl
+        good = sum(each.first <= ttft and each.between <= itl for each in self.answers)
         hours = sum(self.instances) / 3600
         always = max(self.instances) * len(self.instances) / 3600
         return (
-            f"{good} of {len(self.answers)} requests within {TTFT:g} s and {ITL:g} s, "
+            f"{good} of {len(self.answers)} requests within {ttft:g} s and {itl:g} s, "
             f"{min(self.instances)} to {max(self.instances)} instances, {hours:.3f} instance hours "
             f"of {always:.3f}"
         )
 
 
-async def rise_and_fall(runtime: Runtime, seconds: float) -> Rise:
+async def rise_and_fall(runtime: Runtime, pool: Pool, seconds: float) -> Rise:
     """A load that rises from `LEAST` to `MOST` in half of the time, and falls in the other."""
     random, began = Random(1), monotonic()
     answers: list[Answer] = []
     instances: list[int] = []
 
     async def answer(number: int) -> None:
-        answers.append(await ask(runtime, number))
+        answers.append(await ask(runtime, pool, number))
 
     async def count() -> None:
         while True:
-            instances.append(len(runtime.instance_ids(MockWorker)))
+            instances.append(len(runtime.instance_ids(pool.actor)))
             await anyio.sleep(1.0)
 
     async with asyncio.TaskGroup() as asking:
@@ -94,28 +144,28 @@ async def rise_and_fall(runtime: Runtime, seconds: float) -> Rise:
         number = 0
         while (at := (monotonic() - began) / seconds) < 1.0:
             load = LEAST + (MOST - LEAST) * (1.0 - abs(2.0 * at - 1.0))
-            await anyio.sleep(random.expovariate(UNIT * load))
+            await anyio.sleep(random.expovariate(pool.unit * load))
             asking.create_task(answer(number))
             number += 1
         counting.cancel()
-    return Rise(answers, instances)
+    return Rise(pool, answers, instances)
 
 
-async def scaled(folder: Folder, seconds: float, *options: str) -> Rise:
+async def scaled(folder: Folder, pool: Pool, seconds: float, *options: str) -> Rise:
     """The same on a pool that is scaled; it comes back to one instance."""
+    name = pool.actor.__name__
     folder.start_ready(
-        *("dynbus.llm:MockWorker", "dynbus.llm.scaling:Autoscaler"),
-        *("--MockWorker.speedup_ratio=0.2", "--MockWorker.max_num_seqs=32"),
-        *("--Autoscaler.pools=llm.MockWorker=1:6", f"--Autoscaler.ttft={TTFT}"),
-        f"--Autoscaler.itl={ITL}",
+        *(f"dynbus.llm:{name}", "dynbus.llm.scaling:Autoscaler", *pool.options),
+        *(f"--Autoscaler.pools=llm.{name}=1:6", f"--Autoscaler.ttft={pool.ttft}"),
+        f"--Autoscaler.itl={pool.itl}",
         f"--Autoscaler.command={sys.executable} -m dynbus scale {{node}}={{count}}",
         *options,
         instances=2,
     )
     async with Runtime.connect(folder.url) as runtime:
-        rise = await rise_and_fall(runtime, seconds)
+        rise = await rise_and_fall(runtime, pool, seconds)
         await eventually(
-            lambda: len(runtime.instance_ids(MockWorker)) == 1, 600.0, what="one is left"
+            lambda: len(runtime.instance_ids(pool.actor)) == 1, 600.0, what="one is left"
         )
     return rise
 
@@ -128,6 +178,7 @@ async def scaled(folder: Folder, seconds: float, *options: str) -> Rise:
 async def test_a_pool_follows_a_load_that_rises_and_falls(folder: Folder) -> None:
     rise = await scaled(
         folder,
+        MOCKS,
         60.0,
         *("--Autoscaler.interval=1", "--Autoscaler.cold_start=3", "--Autoscaler.drain=3"),
         "--Autoscaler.down_after=10",
@@ -141,7 +192,9 @@ async def test_a_pool_follows_a_load_that_rises_and_falls(folder: Folder) -> Non
 @pytest.mark.soak
 @pytest.mark.timeout(SOAKED + 900)
 async def test_a_pool_follows_a_load_over_an_hour(folder: Folder) -> None:
-    rise = await scaled(folder, SOAKED, "--Autoscaler.cold_start=10", "--Autoscaler.down_after=120")
+    pool = small_engines(folder.path / "model")
+    options = ("--Autoscaler.cold_start=10", "--Autoscaler.down_after=120")
+    rise = await scaled(folder, pool, SOAKED, *options)
 
     print(rise)
     assert {each.tokens for each in rise.answers} == {OUTPUT}
