@@ -130,11 +130,12 @@ export function heat(rows, count) {
 
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
 
-/** An axis of time with ticks at round times, as many as have room; `text` says what each is called,
- * and `offset` is what times are behind those that are round for people. */
-export function axis(since, until, room, text, offset = 0) {
+/** An axis of time with ticks at round times, as many as have room, and none closer than `finest`;
+ * `text` says what each is called, and `offset` is what times are behind those that are round for
+ * people. */
+export function axis(since, until, room, text, { offset = 0, finest = 0 } = {}) {
   const element = make("div", "axis");
-  const least = (until - since) / Math.max(2, Math.floor(room / 100));
+  const least = Math.max(finest, (until - since) / Math.max(2, Math.floor(room / 100)));
   const power = 10 ** Math.floor(Math.log10(least));
   const step = least < 1
     ? power * ([1, 2, 5, 10].find((each) => each * power >= least) ?? 10)

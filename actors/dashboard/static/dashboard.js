@@ -232,15 +232,15 @@ function showLanes() {
   }
   const room = $("lanes").clientWidth - (isNarrow() ? 0 : NAMES);
   const length = state.until - state.since;
-  grid.append(make("div", "axis corner"), axis(state.since, state.until, room, (at) => moment(at, length), zone()));
+  grid.append(make("div", "axis corner"), axis(state.since, state.until, room, (at) => moment(at, length), ofClock()));
   grid.append(make("div", "hair"), make("div", "brush"));
   $("lanes").replaceChildren(grid);
   showCursor();
 }
 
-/** What midnight here is behind that of UTC, in seconds. */
-function zone() {
-  return 60 * new Date().getTimezoneOffset();
+/** The axis of a clock, which tells seconds and begins at midnight here. */
+function ofClock() {
+  return { offset: 60 * new Date().getTimezoneOffset(), finest: 1 };
 }
 
 function groupBy(list, key) {
@@ -557,7 +557,7 @@ function showComparison(result, name) {
     grid.append(label, make("div", "lane short", lane(series, samples, top), make("span", "top", number(top))));
   }
   const room = box.clientWidth - (isNarrow() ? 0 : NAMES);
-  grid.append(make("div", "axis corner"), axis(result.since, end, room, (at) => moment(at, end - result.since), zone()));
+  grid.append(make("div", "axis corner"), axis(result.since, end, room, (at) => moment(at, end - result.since), ofClock()));
   const legend = make("p", "legend lane-name", make("span", "key blue block", "on record"), make("span", "key orange dashed", name));
   const some = elsewhere.slice(0, 20).map((one) => {
     return make("tr", "", make("td", "quiet", clock(one.time)), make("td", "id", one.request), make("td", "id", one.recorded), make("td", "id", one.made));
