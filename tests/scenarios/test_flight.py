@@ -59,10 +59,14 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
         stream = flight_stream("llm").name
 
         async def is_stored() -> bool:
-            # Of the router, and of the instances.
-            return (await jetstream.stream_info(stream)).messages > 1
+            # The router and the instances send now and then what each of them has noted.
+            try:
+                stored = b"".join(one.data for one in await jetstream.read(stream))
+            except NoStream:
+                return False
+            return stored.count(b"kv.ended") == CALLS and stored.count(b"instance.ready") == 3
 
-        await eventually(is_stored, what="the flight is stored")
+        await eventually(is_stored, what="all calls and the three instances are stored")
         saved = await invoke(
             record, "save", str(path), "--namespace", "llm", "--nats", own_server.url
         )
