@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from nats.aio.client import Client
-from tests.conditions import eventually
+from tests.conditions import PATIENCE, eventually
 
 from dynbus import HandlerError, InvalidRequest, PayloadTooLarge, Unavailable, call_options
 from dynbus.bus.nats.server_process import RunningServer, run_server
@@ -152,14 +152,17 @@ async def test_a_plain_client_is_told_when_a_result_is_larger_than_a_message(
     plain = Client()
     await plain.connect(own_server.url)
 
-    fits = await plain.request("scenario.Source.grow", str(MAX_PAYLOAD - JSON).encode())
-    exceeds = await plain.request("scenario.Source.grow", str(MAX_PAYLOAD - JSON + 1).encode())
+    fits, exceeds = [
+        await plain.request("scenario.Source.grow", str(size).encode(), timeout=PATIENCE)
+        for size in (MAX_PAYLOAD - JSON, MAX_PAYLOAD - JSON + 1)
+    ]
     stream = plain.new_inbox()
     subscription = await plain.subscribe(stream)  # pyright: ignore[reportUnknownMemberType]
     request = Count(items=3, size=MAX_PAYLOAD).model_dump_json().encode()
     await plain.publish("scenario.Source.count", request, reply=stream)
     last = await subscription.next_msg(timeout=60)
-    after = await plain.request("scenario.Source.work", Wait().model_dump_json().encode())
+    work = Wait().model_dump_json().encode()
+    after = await plain.request("scenario.Source.work", work, timeout=PATIENCE)
     await plain.close()
 
     assert len(fits.data) == MAX_PAYLOAD

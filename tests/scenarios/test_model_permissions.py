@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from nats.aio.client import Client
-from tests.conditions import eventually
+from tests.conditions import PATIENCE, eventually
 from tests.llm.models.tiny_model import tiny_folder
 
 from dynbus import Runtime
@@ -126,9 +126,11 @@ async def attack(server: RunningServer, runtime: Runtime) -> list[bytes]:
         (claim, b'{"name": "big-model"}'),
         (f"_models.demo.Thief.{digest_of(b'')}.0", b""),
     ):
-        await plain.request(subject, data)
+        await plain.request(subject, data, timeout=PATIENCE)
         for how in ("all", "sub"):
-            answer = await plain.request(subject, data, headers={"Nats-Rollup": how})
+            answer = await plain.request(
+                subject, data, timeout=PATIENCE, headers={"Nats-Rollup": how}
+            )
             told.append(answer.data)
     # None of these is answered: the server refuses them before JetStream hears of them.
     for subject, data in (
@@ -153,14 +155,16 @@ async def have_answers_stored(server: RunningServer, subjects: Sequence[str]) ->
     plain = Client()
     await plain.connect(url_of(server, "thief"), inbox_prefix=b"_R.thief.plain")
     own = "$KV.dynbus_instances.demo.Thief.own"
-    await plain.request(own, b'{"name": "big-model", "components": ["demo.Thief"]}')
+    record = b'{"name": "big-model", "components": ["demo.Thief"]}'
+    await plain.request(own, record, timeout=PATIENCE)
     for subject in subjects:
         for call in ("DIRECT.GET", "STREAM.MSG.GET", "STREAM.INFO"):
             request = json.dumps({} if call == "STREAM.INFO" else {"last_by_subj": own}).encode()
             await plain.publish(f"$JS.API.{call}.KV_dynbus_instances", request, reply=subject)
         await plain.publish(own, b"{}", reply=subject)
         # The server answers in turn, and has stored the answers above when this one is here.
-        await plain.request("$JS.API.STREAM.INFO.KV_dynbus_model_names", b"{}")
+        names = "$JS.API.STREAM.INFO.KV_dynbus_model_names"
+        await plain.request(names, b"{}", timeout=PATIENCE)
     await plain.close()
 
 
