@@ -44,6 +44,9 @@ async def test_running_streams_finish_while_new_calls_go_to_another_instance(
             ]
         await eventually(lambda: all(received))
         await second.start(Source, instance_id="staying")
+        await calling.discovery.wait_for_instance(
+            InstanceName("scenario", "Source", "staying"), timeout=PATIENCE
+        )
 
         watch = Stopwatch()
         stopping = asyncio.create_task(leaving.stop(10.0))
