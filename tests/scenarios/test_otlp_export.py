@@ -168,7 +168,8 @@ def test_of_a_receiver_that_takes_traces_only_one_line_tells_how_to_turn_metrics
             {
                 "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
                 "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
-                "OTEL_METRIC_EXPORT_INTERVAL": "10",
+                # One that is due before the reader is registered tells of that, too.
+                "OTEL_METRIC_EXPORT_INTERVAL": "1000",
             },
         )
 
