@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -28,6 +27,14 @@ try:
     socket.create_connection((sys.argv[1], 9), 0.5)
 except OSError as error:
     print(type(error).__name__)
+"""
+TIMED = """
+import socket, sys, time
+began = time.monotonic()
+try:
+    socket.create_connection((sys.argv[1], 9), 60)
+except ConnectionRefusedError:
+    print(time.monotonic() - began)
 """
 LISTEN = """
 import socket, sys
@@ -103,14 +110,14 @@ def test_what_a_socket_holds_during_a_cut_is_delivered_after_it(lab: Lab) -> Non
     listener.says("<3>")
 
     lab.cut(b)
-    before = listener.output
     sent = sender.output.count("<")
     sender.says(f"<{sent + 20}>")
     during = listener.output
     lab.heal(b)
     listener.says(f"<{sent + 20}>")
 
-    assert during == before
+    # One more may have gone before the cut than was said to have gone.
+    assert f"<{sent + 2}>" not in during
     assert not sender.has_ended
 
 
@@ -186,12 +193,8 @@ def test_a_host_far_away_is_reached_later_and_others_are_not(lab: Lab) -> None:
 
     def least_seconds(one: Host, other: Host) -> float:
         """To connect; a machine that does much else is sometimes late itself."""
-        took: list[float] = []
-        for _ in range(5):
-            began = time.monotonic()
-            assert connect(one, other.address) == REACHED
-            took.append(time.monotonic() - began)
-        return min(took)
+        timed = (sys.executable, "-I", "-S", "-c", TIMED, other.address)
+        return min(float(one.run(*timed)) for _ in range(5))
 
     near = least_seconds(b, a), least_seconds(b, c)
     lab.delay(a, 0.1)
