@@ -89,7 +89,8 @@ async def test_a_model_behind_routers_by_group_keeps_its_hits_when_a_router_dies
         """Whether all conversations are had in a cache."""
         usages = await ask(0)
         return all(
-            usage["prompt_tokens_details"]["cached_tokens"] > 0.8 * usage["prompt_tokens"]
+            usage is not None
+            and usage["prompt_tokens_details"]["cached_tokens"] > 0.8 * usage["prompt_tokens"]
             for usage in usages
         )
 
