@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import time
+import urllib.error
 import urllib.request
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from anyio.from_thread import start_blocking_portal
+from tests.conditions import wait_until
 from tests.llm.proxy.scripted_server import ScriptedServer
 
 from dynbus.testing import RunningServer, free_port
@@ -45,11 +46,16 @@ def served(
     options = ("-f", f"{graph}.yaml", f"--Front.port={port}", *options)
     with running("llm", server.url, (endpoint,), options, file=file):
         url = f"http://127.0.0.1:{port}/v1"
-        end = time.monotonic() + BOUND
-        while {model["id"] for model in get(f"{url}/models")["data"]} != set(models):
-            assert time.monotonic() < end, "the models are not there"
-            time.sleep(0.05)
+        wait_until(lambda: has_models(url, models), what="the models are there")
         yield url
+
+
+def has_models(url: str, models: Sequence[str]) -> bool:
+    """Whether the front end takes connections and knows these models, and no other."""
+    try:
+        return {model["id"] for model in get(f"{url}/models")["data"]} == set(models)
+    except urllib.error.URLError:
+        return False
 
 
 def chat(url: str, model: str, question: str = "Hello, how are you today?") -> Any:
