@@ -517,12 +517,26 @@ async def test_a_worker_that_hardly_gets_to_run_keeps_its_place(
     async with Runtime.connect(own_server.url) as runtime:
         await eventually(lambda: runtime.instance_ids("scenario", "Source") == ["starved"])
         seen: set[frozenset[str]] = set()
+        jetstream = runtime.bus.data.jetstream
 
-        # Frozen for half of its lease's time, again and again.
+        async def renewed_at() -> int:
+            seen.add(frozenset(runtime.instance_ids("scenario", "Source")))
+            stored = await jetstream.last(
+                INSTANCES_STREAM.name, record_subject("scenario", "Source", "starved")
+            )
+            assert stored is not None
+            return stored.sequence
+
+        async def is_renewed_since(sequence: int) -> bool:
+            return await renewed_at() > sequence
+
+        # Frozen for half of its lease's time, again and again, and until it renews it in between.
         for _ in range(5):
             worker.freeze()
             await ids_seen(runtime, 1.5, seen)
+            before = await renewed_at()
             worker.thaw()
+            await eventually(partial(is_renewed_since, before))
             await ids_seen(runtime, 0.3, seen)
         done = await runtime.client(Source).where()
 
