@@ -45,7 +45,7 @@ async def test_a_handler_that_blocks_its_loop_is_reported_and_its_calls_complete
 
         begun, watch = time.monotonic(), Stopwatch()
         blocking = asyncio.create_task(source.block(Wait(seconds=BLOCKED)))
-        await asyncio.sleep(0.2)
+        await worker.says("blocking")
         late = asyncio.create_task(source.where())
         while not blocking.done():
             seen.add(tuple(sorted(runtime.instance_ids("scenario", "Source"))))
@@ -68,14 +68,14 @@ async def test_a_handler_that_blocks_its_loop_is_reported_and_its_calls_complete
 async def test_a_caller_that_begins_while_the_loop_is_blocked_waits_for_it_too(
     own_server: RunningServer, processes: Processes
 ) -> None:
-    await processes.worker(own_server.url, instance_id="blocked", ttl=3.0)
+    worker = await processes.worker(own_server.url, instance_id="blocked", ttl=3.0)
     async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source)
         with call_options(wait=60.0):
             await source.where()
         begun, watch = time.monotonic(), Stopwatch()
         blocking = asyncio.create_task(source.block(Wait(seconds=BLOCKED)))
-        await asyncio.sleep(0.3)
+        await worker.says("blocking")
 
         async with Runtime.connect(own_server.url) as stranger:
             late = stranger.client(Source)

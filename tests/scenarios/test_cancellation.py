@@ -194,8 +194,8 @@ async def test_a_call_whose_time_is_over_is_not_sent(stage: Stage) -> None:
 
 async def test_a_call_that_is_cancelled_before_its_request_arrives_never_begins(link: Link) -> None:
     # The worker's loop is blocked: requests wait in front of it, cancels on the lane.
-    blocking = asyncio.create_task(link.source.block(Wait(seconds=1.0)))
-    await asyncio.sleep(0.2)
+    blocking = asyncio.create_task(link.source.block(Wait(seconds=2.0)))
+    await link.worker.says("blocking")
     calls = [
         asyncio.create_task(link.source.work(Wait(seconds=60.0, tag=f"early {n}")))
         for n in range(20)

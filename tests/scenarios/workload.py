@@ -174,7 +174,8 @@ class Source(Actor, namespace="scenario"):
 
     @handler(timeout=None)
     async def block(self, request: Wait) -> Done:
-        """Does what no handler should: it blocks the event loop."""
+        """Says so in the output, and does what no handler should: it blocks the event loop."""
+        print("blocking", flush=True)
         time.sleep(request.seconds)  # noqa: ASYNC251 - that is the story
         return Done(instance=self.instance_id)
 
