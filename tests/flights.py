@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dynbus.bus.flight import EVENT, decode_event, flight_stream
-from dynbus.bus.flight.records import Event, decode_message, entries_of
+from dynbus.bus.flight.records import Entry, Event, decode_message, entries_of
 from dynbus.bus.memory.bus import MemoryBus
 
 
@@ -27,13 +27,18 @@ class ListedRecords:
         return 0 if digest & (self.one_in - 1) else self.one_in
 
 
-async def events_on(bus: MemoryBus, namespace: str) -> list[Event]:
-    """All events of a namespace, in the order of time."""
+async def entries_on(bus: MemoryBus, namespace: str) -> list[Entry]:
+    """All that is on record of a namespace, in the order of time."""
     connection = await bus.connect(name="reader")
     try:
         stored = await connection.jetstream.read(flight_stream(namespace).name)
     finally:
         await connection.close()
     messages = [message for one in stored if (message := decode_message(one.data)) is not None]
-    entries = sorted(entries_of(messages), key=lambda entry: entry.time)
+    return sorted(entries_of(messages), key=lambda entry: entry.time)
+
+
+async def events_on(bus: MemoryBus, namespace: str) -> list[Event]:
+    """All events of a namespace, in the order of time."""
+    entries = await entries_on(bus, namespace)
     return [decode_event(entry.body) for entry in entries if entry.kind == EVENT]

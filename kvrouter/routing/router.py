@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, Final, TypeAlias, Unpack
+from typing import Any, Final, TypeAlias, TypeVar, Unpack
 
 import anyio
 import msgspec
@@ -55,6 +55,8 @@ from .shared_load import MESSAGE_BYTES, Heard, LoadSharing, SharedLoad
 from .tape import Recorder, TapedLoad, TapedScheduler
 
 logger = logging.getLogger(__name__)
+
+L = TypeVar("L", bound=SharedLoad)
 
 Offered: TypeAlias = Callable[[], Sequence[Instance]]
 """The instances that may be chosen just now."""
@@ -198,18 +200,16 @@ class KvRouter:
             tokenizer_id=config.tokenizer_id,
             needs_events=follower is not None,
         )
-        load = self._load = None
-        if connection is not None:
-            message_bytes = min(MESSAGE_BYTES, connection.max_payload // 2)
-            kind = SharedLoad if recorder is None else TapedLoad
-            load = self._load = kind(random_id(), message_bytes=message_bytes)
-        self._scheduler = (
-            KvScheduler(config, load=load, follower=follower, abroad=abroad)
-            if recorder is None
-            else TapedScheduler(
-                config, recorder, target=target, load=load, follower=follower, abroad=abroad
+        self._load: SharedLoad | None
+        self._scheduler: KvScheduler
+        if recorder is None:
+            load = self._load = _shared(SharedLoad, connection)
+            self._scheduler = KvScheduler(config, load=load, follower=follower, abroad=abroad)
+        else:
+            taped = self._load = _shared(TapedLoad, connection)
+            self._scheduler = TapedScheduler(
+                config, recorder, target=target, load=taped, follower=follower, abroad=abroad
             )
-        )
         self._waiting: dict[Ticket, asyncio.Future[Decision]] = {}
         self._next_look: asyncio.TimerHandle | None = None
         self._component: tuple[str, str] | None = None
@@ -556,6 +556,14 @@ class KvRouter:
             ConfigError: it cannot be loaded. The one before goes on.
         """
         self._scheduler.use_policy(policy)
+
+
+def _shared(kind: type[L], connection: Connection | None) -> L | None:
+    """The load that a router shares by a connection; None where it shares none."""
+    if connection is None:
+        return None
+    message_bytes = min(MESSAGE_BYTES, connection.max_payload // 2)
+    return kind(random_id(), message_bytes=message_bytes)
 
 
 def measured_hops(

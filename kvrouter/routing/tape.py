@@ -600,7 +600,7 @@ class TapedScheduler(KvScheduler):
         recorder: Recorder,
         *,
         target: str,
-        load: SharedLoad | None = None,
+        load: TapedLoad | None = None,
         follower: Follower | None = None,
         abroad: CachesAbroad | None = None,
     ) -> None:
@@ -608,6 +608,8 @@ class TapedScheduler(KvScheduler):
         super().__init__(
             config, load=load, follower=self._taped.follower, abroad=self._taped.abroad
         )
+        if load is not None:
+            load.scheduler = self
         router = "" if load is None else load.router
         self._tape = TapeWriter(
             recorder.note, target, config, is_exact=follower is not None, router=router
@@ -735,7 +737,7 @@ class TapedLoad(SharedLoad):
     """The shared load of a router whose scheduler puts on a tape what other routers say.
 
     Attributes:
-        scheduler: whose tape it is; set before anything is heard.
+        scheduler: whose tape it is, as that says itself.
     """
 
     scheduler: TapedScheduler | None = None

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
+import anyio
 import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.flights import ListedRecords
+from tests.flights import ListedRecords, entries_on
 from tests.kvrouter.routing.routing_fixtures import At, HandIndex, profile, shape
+from tests.kvrouter.routing.worker import Worker, prompt, start, where
 
-from dynbus import DynbusError
+from dynbus import DynbusError, call_options
 from dynbus.bus.flight.records import Entry, decode_message, encode_records, entries_of
 from dynbus.kvrouter.flight.replay import BEFORE, NO_POLICY, SAMPLED, UNKNOWN, Replay, Replayed
 from dynbus.kvrouter.radix.index import Overlap, Rank
@@ -22,6 +24,7 @@ from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.queue import SchedulingRequest, Ticket
 from dynbus.kvrouter.routing.requests import Constraints
+from dynbus.kvrouter.routing.router import open_router
 from dynbus.kvrouter.routing.shared_load import SharedLoad
 from dynbus.kvrouter.routing.tape import (
     Elsewhere,
@@ -31,6 +34,7 @@ from dynbus.kvrouter.routing.tape import (
     TapedLoad,
     TapedScheduler,
 )
+from dynbus.testing import TestKit, run
 
 Records = list[tuple[float, msgspec.Struct]]
 BUSY = RouterConfig(queue_threshold=0.5, queue_limit=8, session_ttl=5.0, prediction_ttl=0.5)
@@ -47,7 +51,6 @@ class Fleet:
         self.scheduler = TapedScheduler(
             config, self.recorder, target="llm.Engine", load=load, follower=self._index
         )
-        load.scheduler = self.scheduler
         self._load = load
         self._other = SharedLoad("there")
         self._profiles = [
@@ -329,3 +332,33 @@ def test_a_record_that_is_damaged_is_missing() -> None:
 
     assert outcome.missing == 1
     assert outcome.decisions
+
+
+def test_routers_that_share_their_load_decide_the_same_again() -> None:
+    async def story() -> list[Entry]:
+        async with TestKit(flight=True) as kit:
+            await start(kit, "a", "b")
+            other = await kit.runtime()
+            async with (
+                open_router(kit.caller, Worker, exact=False) as one,
+                open_router(other, Worker, exact=False) as two,
+                anyio.create_task_group() as held,
+            ):
+                clients = [kit.client(Worker, routing=one), other.client(Worker, routing=two)]
+                with call_options(wait=5.0):
+                    for client in clients:
+                        await where(client, prompt(of=9))
+                # The other one's request is so heavy that the third goes where the first is.
+                for number, (which, blocks) in enumerate([(0, 2), (1, 40), (0, 2)]):
+                    held.start_soon(where, clients[which], prompt(blocks, number, hold=True))
+                    await anyio.sleep(0.1)
+                held.cancel_scope.cancel()
+            await anyio.sleep(1.0)
+            return await entries_on(kit.bus, "llm")
+
+    replay = Replay()
+    for entry in run(story()):
+        replay.take(entry)
+
+    outcome = replay.outcome
+    assert (outcome.decisions, outcome.differing, outcome.missing) == (5, [], 0)
