@@ -226,7 +226,9 @@ def save(
 
 @record.command(epilog=exit_codes.GENERAL)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--request", metavar="ID", help="Only what happened to the request of this id.")
+@click.option(
+    "--request", metavar="ID", help="Only what happened to the request of this id or digest."
+)
 @terminal.json_option
 def show(file: Path, request: str | None, as_json: bool) -> None:
     """Print what happened in FILE, in the order of time.
@@ -239,9 +241,9 @@ def show(file: Path, request: str | None, as_json: bool) -> None:
     from dynbus.bus.flight import SampledTimes, digest_of_request, read_flight
 
     sampled = SampledTimes()
-    wanted = None if request is None else digest_of_request(request)
+    wanted = None if request is None else {digest_of_request(request), request.lower()}
     for at, event in events_of(_watched(read_flight(file).entries, sampled)):
-        if wanted is not None and event.request != wanted:
+        if wanted is not None and event.request not in wanted:
             continue
         row = {
             **event.details,
@@ -419,7 +421,12 @@ async def _read(server: Server, namespace: str, first: float, last: float) -> li
     metavar="TIME",
     help=f"Stop there, and print the load as routers knew it. {terminal.TIMES}",
 )
-@click.option("--request", metavar="ID", default="", help="Print why this request went where.")
+@click.option(
+    "--request",
+    metavar="ID",
+    default="",
+    help="Print why the request of this id or digest went where.",
+)
 @click.option(
     "--add-instances",
     "added",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol
@@ -143,19 +143,21 @@ class Replay:
 
     Args:
         settings: fields of `RouterConfig` that are to be others than those on record.
-        request: digest of the id of a request whose decisions are kept.
+        requests: digests of the ids of requests whose decisions are kept.
 
     Attributes:
-        explained: the decisions of that request.
+        explained: the decisions of these requests.
 
     Raises:
         ConfigError: one is not usable.
     """
 
-    def __init__(self, settings: RouterSettings | None = None, request: int | None = None) -> None:
+    def __init__(
+        self, settings: RouterSettings | None = None, requests: Set[int] = frozenset()
+    ) -> None:
         self.outcome = Replayed()
         self.explained: list[Explained] = []
-        self._request = request
+        self._requests = requests
         self._settings = settings or {}
         configured(None, self._settings)
         self._tapes: dict[str, _TapeReader] = {}
@@ -181,7 +183,7 @@ class Replay:
         outcome.missing += entry.missing
         reader = self._tapes.get(entry.recorder)
         if reader is None:
-            reader = _TapeReader(self._settings, outcome, self._request, self.explained)
+            reader = _TapeReader(self._settings, outcome, self._requests, self.explained)
             self._tapes[entry.recorder] = reader
         elif entry.missing:
             reader.lose()
@@ -323,7 +325,7 @@ class _TapeReader:
         self,
         settings: RouterSettings,
         outcome: Replayed,
-        asked_for: int | None,
+        asked_for: Set[int],
         explained: list[Explained],
     ) -> None:
         self._settings = settings
@@ -586,8 +588,8 @@ class _TapeReader:
             scheduler.ended(made.number, now, "Cancelled")
 
     def _explain(self, request: int, made: Decision, at: float) -> None:
-        """Keep a decision if it is of the request that is asked for."""
-        if request == self._asked_for:
+        """Keep a decision if it is of a request that is asked for."""
+        if request in self._asked_for:
             self._explained.append(Explained(at, self._target, made))
 
     def _count(self, made: Decision, recorded: int) -> None:

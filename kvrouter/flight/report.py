@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -30,6 +31,7 @@ SETTINGS: Final = (
 )
 """Fields of `RouterConfig` that a replay may have otherwise."""
 MOST_SHOWN: Final = 10
+_DIGEST: Final = re.compile("[0-9a-f]{16}")
 
 
 class RoutingReplay:
@@ -37,7 +39,7 @@ class RoutingReplay:
 
     Args:
         settings: fields of `RouterConfig` as text, which are to be others than those on record.
-        request: the id of a request whose decisions are kept; empty for none.
+        request: the id of a request whose decisions are kept, or its digest; empty for none.
 
     Raises:
         ConfigError: one is none, or has no such value.
@@ -47,8 +49,10 @@ class RoutingReplay:
 
     def __init__(self, settings: Mapping[str, str], request: str) -> None:
         self._request = request
-        digest = request_digest(request) if request else None
-        self._replay = Replay(read_settings(settings), digest)
+        digests = {request_digest(request)} if request else set[int]()
+        if _DIGEST.fullmatch(request):
+            digests.add(int(request, 16))
+        self._replay = Replay(read_settings(settings), digests)
 
     def take(self, entry: TapeEntry) -> None:
         """Take the next record of the flight."""

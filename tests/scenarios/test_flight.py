@@ -80,6 +80,8 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
     other = await invoke(replay, str(path), "--set", "policy=dynamo")
     plotted = await invoke(replay, str(path), "--set", "policy=dynamo", "--plot", "-")
     why = await invoke(replay, str(path), "--request", "secret-7", "--at", "0s")
+    digest = digest_of_request("secret-7")
+    by_digest = await invoke(replay, str(path), "--request", digest)
     before = await invoke(replay, str(path), "--at", "1h", "--json")
     wrong = await invoke(replay, str(path), "--set", "polcy=dynamo")
 
@@ -105,6 +107,7 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
     assert f"router to llm.Worker: {CALLS} decisions, 0 requests run, 0 wait" in why.output
     assert "secret-7, attempt 1: " in why.output
     assert "by policy kv" in why.output
+    assert f"{digest}, attempt 1: " in by_digest.output
     assert json.loads(before.output)["routing"]["decisions"] == 0
     assert isinstance(wrong.exception, ConfigError)
     assert "did you mean policy?" in str(wrong.exception)
@@ -173,6 +176,9 @@ async def test_a_call_that_is_refused_and_a_hand_over_that_fails_are_in_a_saved_
     saved = await invoke(record, "save", str(path), "--namespace", "llm", "--nats", own_server.url)
     shown = await invoke(record, "show", str(path), "--json")
     one = await invoke(record, "show", str(path), "--request", "secret-True")
+    by_digest = await invoke(
+        record, "show", str(path), "--request", digest_of_request("secret-True")
+    )
 
     assert saved.exit_code == 0, saved.output
     events = [json.loads(line) for line in shown.output.splitlines()]
@@ -188,6 +194,7 @@ async def test_a_call_that_is_refused_and_a_hand_over_that_fails_are_in_a_saved_
     assert (failed["why"], failed["error"]) == ("damaged", "ChecksumMismatch")
     assert failed["request"] == digest_of_request("secret-True")
     assert "hand_over.failed llm.decode@" in one.output
+    assert by_digest.output == one.output
     assert "secret" not in shown.output
     assert "hidden" not in shown.output
 
