@@ -29,7 +29,7 @@ from dynbus.kvrouter.routing.profiles import InstanceProfile
 from dynbus.kvrouter.routing.queue import SchedulingRequest, Ticket
 from dynbus.kvrouter.routing.requests import Constraints
 from dynbus.kvrouter.routing.scheduler import KvScheduler, SchedulerStatistics
-from dynbus.kvrouter.routing.shared_load import SharedLoad
+from dynbus.kvrouter.routing.shared_load import LoadChanges, SharedLoad, decode_message
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.summary import CachesAbroad
 
@@ -342,6 +342,8 @@ class _TapeReader:
         self._caches = _RecordedCaches()
         self._abroad = _RecordedAbroad()
         self._load: SharedLoad | None = None
+        # The routers that told their load since it began.
+        self._heard: set[str] = set()
         self._profiles: dict[int, InstanceProfile] = {}
         self._offered: dict[int, list[InstanceProfile]] = {}
         # What was offered last before the tape began anew.
@@ -421,13 +423,24 @@ class _TapeReader:
             case tape.PolicyChanged():
                 self._use_policy(scheduler, record.policy)
             case tape.LoadHeard():
-                if self._load is not None:
-                    self._load.receive(record.data, now)
+                self._hear_load(record.data, now)
             case _:
                 if self._load is not None:
                     self._load.expire(now)
         if self._settings:
             self._release_now(scheduler, now)
+
+    def _hear_load(self, data: bytes, now: float) -> None:
+        load = self._load
+        if load is None:
+            return
+        message = decode_message(data)
+        may_be_older = self._warm_at > -math.inf and message.router not in self._heard
+        if may_be_older and isinstance(message, LoadChanges):
+            # It has told its set before the tape began.
+            load.assume(message.router, message.first, now)
+        self._heard.add(message.router)
+        load.receive(data, now)
 
     def _begin(self, began: tape.Began, entry: TapeEntry) -> None:
         if self._offered:
@@ -462,6 +475,7 @@ class _TapeReader:
             exact=began.is_exact,
         )
         self._load = SharedLoad(began.router or "alone")
+        self._heard.clear()
         self._scheduler = _ReplayedScheduler(
             configured(config, self._settings),
             load=self._load,

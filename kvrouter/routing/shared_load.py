@@ -354,6 +354,12 @@ class SharedLoad(ActiveLoad):
             return self._take_set(peer, message)
         return self._take_changes(peer, message)
 
+    def assume(self, router: str, sequence: int, now: float) -> None:
+        """Go on with what another router tells from a place on, as if nothing of it ran there: for
+        a replay that begins in the middle, as no set of it may come again."""
+        peer = self._peers[router] = _Peer(now)
+        peer.next = sequence
+
     def expire(self, now: float) -> bool:
         """Forget routers that said nothing for long; whether there were any."""
         silent = [name for name, peer in self._peers.items() if now - peer.heard_at > SILENCE]

@@ -13,12 +13,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.flights import ListedRecords, entries_on
-from tests.kvrouter.routing.routing_fixtures import At, HandIndex, profile, shape
+from tests.kvrouter.routing.routing_fixtures import At, HandIndex, profile, request, shape
 from tests.kvrouter.routing.worker import Worker, prompt, start, where
 
 from dynbus import DynbusError, call_options
 from dynbus.bus.flight.records import Entry, decode_message, encode_records, entries_of
-from dynbus.kvrouter.flight.replay import BEFORE, NO_POLICY, SAMPLED, UNKNOWN, Replay, Replayed
+from dynbus.kvrouter.flight.replay import (
+    BEFORE,
+    NO_POLICY,
+    SAMPLED,
+    UNKNOWN,
+    WARM_AFTER,
+    Replay,
+    Replayed,
+)
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.decision import Decision
@@ -224,6 +232,36 @@ def test_a_tape_that_is_read_from_the_middle_on_is_understood_once_it_begins_ane
     assert outcome.left_out.keys() == {UNKNOWN}
     assert outcome.decisions > 3 * outcome.left_out[UNKNOWN]
     assert {one.why for one in outcome.differing} <= {BEFORE}
+
+
+def test_a_router_that_was_there_before_the_file_begins_is_heard_from_its_first_change_on() -> None:
+    recorder, load, other = ListedRecords(), TapedLoad("here"), SharedLoad("there")
+    scheduler = TapedScheduler(RouterConfig(), recorder, target="llm.Engine", load=load)
+    profiles = [profile("a"), profile("b")]
+
+    def submit(at: float, of: int) -> Decision:
+        decided = scheduler.submit(request(f"{at}", profiles, blocks=2, of=of, now=at), at)
+        assert isinstance(decided, Decision)
+        return decided
+
+    def tell(at: float, number: int, rank: Rank, blocks: int) -> None:
+        asked = shape(blocks, of=number)
+        other.add(str(number), rank, asked.sequence_hashes, asked.prompt_tokens, 0, None)
+        for message in other.outgoing(at):
+            load.receive(message, at)
+
+    tell(0.0, 1, Rank("a", 0), 1)
+    before = len(recorder.records)
+    warm = 100.0 + WARM_AFTER
+    scheduler.ended(submit(100.0, 2).number, 101.0)
+    first = submit(warm, 3)
+    (rest,) = (each.ranks[0] for each in profiles if each.ranks[0] != first.chosen)
+    tell(warm, 4, rest, 40)
+    assert submit(warm, 5).chosen == first.chosen
+
+    outcome = replayed(told(recorder.records[before:]))
+
+    assert (outcome.decisions, outcome.differing) == (3, [])
 
 
 def test_records_that_are_missing_are_counted_and_what_follows_is_explained() -> None:
