@@ -429,7 +429,8 @@ class RelayedStream(OfInvocation, Generic[K]):
         self.is_over = True
         self._error = error
         if self._call is not None:
-            self._call.gathering = None
+            # What reads it holds it: only a collection would find what holds each other.
+            self._call.gathering = self._call.member = None
             self._call = None
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)

@@ -233,7 +233,12 @@ class Application:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] == "http":
-            await self._route(scope, receive, send)
+            try:
+                await self._route(scope, receive, send)
+            finally:
+                # They hold the connection's state of this request, which holds the scope: only a
+                # collection would find what holds each other.
+                scope.get("extensions", {}).clear()
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         shared = self._shared

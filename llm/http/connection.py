@@ -179,9 +179,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._wire = transport
-        closing = ClosingTransport(transport, self._close)
-        super().connection_made(cast("asyncio.Transport", closing))
-        self.flow = _Flow(self.transport, self._may_read)
+        self._closing = ClosingTransport(transport, self._close)
+        super().connection_made(cast("asyncio.Transport", self._closing))
+        self.flow: _Flow = _Flow(self.transport, self._may_read)
         self._deadline = self.loop.call_later(self._settings.header_timeout, self._too_late)
         leaving = self._strangers.came(transport, network_of(self.client[0] if self.client else ""))
         if leaving is not None:
@@ -196,6 +196,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         # uvicorn tells the last request alone, which may wait for another one's answer.
         self._drop_requests()
+        # They hold this, which holds them: only a collection would find them.
+        self._closing.release()
+        self.flow.release()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -477,18 +480,27 @@ class ClosingTransport:
             self._is_closing = True
             self._close()
 
+    def release(self) -> None:
+        """Let go of the protocol: the connection has ended."""
+        self._is_closing = True
+        del self._close
+
 
 class _Flow(FlowControl):
     """uvicorn's flow control; it reads on when that is allowed."""
 
     def __init__(self, transport: asyncio.Transport, may_read: Callable[[], bool]) -> None:
         super().__init__(transport)
-        self._may_read = may_read
+        self._may_read: Callable[[], bool] | None = may_read
 
     def resume_reading(self) -> None:
         """Read on, unless enough is there to do."""
-        if self._may_read():
+        if self._may_read is not None and self._may_read():
             super().resume_reading()
+
+    def release(self) -> None:
+        """Let go of the protocol: the connection has ended."""
+        self._may_read = None
 
 
 def _state(connection: socket.socket) -> int:

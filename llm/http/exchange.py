@@ -243,9 +243,10 @@ class Exchange(ABC):
             self._settle()
             timing.last = time.perf_counter() if timing.first is None else timing.last
             self._tell()
-            # Its traceback holds all of the request, and this: garbage that only a collection of
-            # all objects would find, which takes the longer the more of it there is.
+            # Its traceback holds all of the request, and this: garbage that only a collection
+            # would find. So it is with the writer. Collections took an eighth of all answers' time.
             self._writer.error = None
+            self._writer.release()
 
     async def _answer_again(self, data: bytes) -> bool:
         """Answer as before where this very request was answered; otherwise keep what is answered

@@ -208,6 +208,14 @@ class AnswerWriter:
         for message in rest:
             self._put(message)
 
+    def release(self) -> None:
+        """Let go of who made it and of what it writes, once: there is no more to write.
+
+        They hold it, and only a collection would find what holds each other.
+        """
+        self.when_writable = None
+        del self._finish_sending, self._refusal
+
     @property
     def final_status(self) -> int:
         """The status for logs: of an answer that failed after its beginning, the error's."""

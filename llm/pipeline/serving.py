@@ -144,7 +144,7 @@ class Completion(ABC):
 
     Attributes:
         timing: when its tokens came.
-        taker: what takes its streams: itself, unless somebody stands before it.
+        taker: what takes its streams; None for itself.
         when_made: called when all of its answer is made, before the end is told.
         prompt_bytes: of the text of its prompt, where its engine alone counts the tokens; 0 where
             they are counted here.
@@ -158,6 +158,7 @@ class Completion(ABC):
         "_format",
         "_is_over",
         "_is_unstarted",
+        "_left",
         "_sink",
         "_streams",
         "prompt_bytes",
@@ -175,8 +176,10 @@ class Completion(ABC):
         self._is_unstarted = streams
         self._sink = sink
         self._streams: list[RelayedStream[Part]] = []
+        # The ids of the engines of streams that it has left.
+        self._left: list[str] = []
         self._is_over = False
-        self.taker: Taker = self
+        self.taker: Taker | None = None
         self.when_made: Callable[[], object] | None = None
         self.prompt_bytes = 0
 
@@ -203,7 +206,7 @@ class Completion(ABC):
     @property
     def instances(self) -> list[str]:
         """The ids of the engines that work for it."""
-        return [one for stream in self._streams for one in stream.instance_ids]
+        return [*self._left, *(one for stream in self._streams for one in stream.instance_ids)]
 
     async def begin(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
         """Send it to engines.
@@ -236,10 +239,14 @@ class Completion(ABC):
     def cancel(self, error: DynbusError | None = None) -> None:
         """Leave it: engines stop, and the sink is told nothing more."""
         self._is_over = True
+        self.when_made = None
         self._leave_streams(error)
 
     def _leave_streams(self, error: DynbusError | None = None) -> None:
-        for stream in self._streams:
+        # They hold it: only a collection would find what holds each other.
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            self._left += stream.instance_ids
             stream.cancel(error)
 
     def end(self, error: DynbusError | None) -> None:
@@ -261,7 +268,7 @@ class Completion(ABC):
         Raises:
             DynbusError: the request could not be sent.
         """
-        stream = await relay.open(call, Part(self.taker, number, self))
+        stream = await relay.open(call, Part(self.taker or self, number, self))
         self._streams.append(stream)
         if self._is_over:
             stream.cancel()

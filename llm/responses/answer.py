@@ -54,8 +54,11 @@ class ResponseFormat:
         self.pending = pending
         self.made: StoredResponse | None = None
         self._is_kept = pending is not None
-        # Makes the last bytes of the answer anew.
-        self._make_last: Callable[[], bytes] = bytes
+        # What the last bytes of the answer were made of: how they are told, status, items, usage.
+        self._ended: (
+            tuple[Callable[[msgspec.Raw], bytes], str, Sequence[Mapping[str, Any]], Usage | None]
+            | None
+        ) = None
         self._now = now
         self.id = f"resp_{answer_id}"
         self._answer_id = answer_id
@@ -107,7 +110,10 @@ class ResponseFormat:
     def unkept(self) -> bytes:
         """The last bytes of the answer, which say that it could not be kept."""
         self._is_kept = False
-        return self._make_last()
+        if self._ended is None:
+            return b""
+        tell, status, items, usage = self._ended
+        return tell(self._response(status, items, usage))
 
     def _last(
         self,
@@ -120,7 +126,7 @@ class ResponseFormat:
         response = self._response(status, items, usage)
         if self.pending is not None:
             self.made = self.pending.with_response(bytes(response))
-            self._make_last = lambda: tell(self._response(status, items, usage))
+            self._ended = tell, status, items, usage
         return tell(response)
 
     def _response(
