@@ -12,7 +12,7 @@ from typing import Final
 
 from dynbus.bus.background import Background
 from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.errors import DynbusError, PermissionDenied
+from dynbus.bus.errors import DynbusError, PayloadTooLarge, PermissionDenied
 from dynbus.bus.protocol.random_ids import random_id
 from dynbus.bus.transport import Connection, NoRoom
 
@@ -143,11 +143,24 @@ class FlightRecorder:
         some, self._records = self._records[:PER_MESSAGE], self._records[PER_MESSAGE:]
         first = self._first
         self._first += len(some)
+        self._publish(first, some)
+
+    def _publish(self, first: int, records: list[tuple[float, Record]]) -> None:
+        """Send records, in several messages where one would be too large; what no message can have
+        is lost, and what came with it is not."""
         try:
-            data = encode_records(self.id, first, unix_time() - monotonic(), some)
-            connection.publish(self._subject, data)
-        except (DynbusError, UnicodeEncodeError) as error:
-            self.lost += len(some)
+            data = encode_records(self.id, first, unix_time() - monotonic(), records)
+            self._connection.publish(self._subject, data)
+        except (PayloadTooLarge, UnicodeEncodeError, OverflowError) as error:
+            if len(records) > 1:
+                half = len(records) // 2
+                self._publish(first, records[:half])
+                self._publish(first + half, records[half:])
+                return
+            self.lost += 1
+            logger.debug("%r: %s", self, error)
+        except DynbusError as error:
+            self.lost += len(records)
             logger.debug("%r: %s", self, error)
 
     def _lose(self) -> None:

@@ -95,6 +95,45 @@ def test_what_is_too_much_or_has_no_way_is_missing(monkeypatch: pytest.MonkeyPat
     assert (entries[1].number, entries[1].missing, lost) == (11, 10, 10)
 
 
+class Long(msgspec.Struct, frozen=True, array_like=True, tag="test.long"):
+    blocks: bytes
+    output: int
+
+
+def test_records_that_no_message_can_have_together_come_in_several() -> None:
+    async def story() -> tuple[list[Entry], int]:
+        connection = await MemoryBus(max_payload=16 * 1024).connect()
+        async with recorder_on(connection) as recorder:
+            for _ in range(100):
+                recorder.note(Long(bytes(4000), 1), 0.0)
+            await anyio.sleep(1.0)
+            await connection.barrier()
+            return await recorded(connection), recorder.lost
+
+    entries, lost = run(story())
+
+    assert [each.number for each in entries] == list(range(100))
+    assert lost == 0
+
+
+@pytest.mark.parametrize("record", [Long(bytes(20_000), 1), Long(b"", 2**64), Happened("\ud800")])
+def test_a_record_that_no_message_can_have_is_missing_alone(record: msgspec.Struct) -> None:
+    async def story() -> tuple[list[Entry], int]:
+        connection = await MemoryBus(max_payload=16 * 1024).connect()
+        async with recorder_on(connection) as recorder:
+            for number in range(100):
+                recorder.note(record if number == 30 else Happened(str(number)), 0.0)
+            await anyio.sleep(1.0)
+            await connection.barrier()
+            return await recorded(connection), recorder.lost
+
+    entries, lost = run(story())
+
+    assert [each.number for each in entries] == [*range(30), *range(31, 100)]
+    assert [each.number for each in entries if each.missing] == [31]
+    assert lost == 1
+
+
 def test_nothing_is_recorded_where_the_stream_may_not_be_made(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
