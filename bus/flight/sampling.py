@@ -7,8 +7,10 @@ keeps a part of what others keep: a request that is recorded at the smallest sha
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import msgspec
@@ -123,22 +125,32 @@ class SampledTimes:
             known = None
         if known is None and one_in > 1:
             self._open[entry.recorder] = SampledTime(entry.time, entry.time, one_in)
+            if len(self._open) > MOST_TIMES:
+                # Most recorders of so many are of processes that are no more.
+                self._over.append(self._open.pop(next(iter(self._open))))
 
     @property
     def times(self) -> list[SampledTime]:
         """The times in their order, without an overlap: of several recorders the smallest share
         counts."""
-        spans = [*self._over, *self._open.values()]
+        spans = sorted([*self._over, *self._open.values()])
         bounds = sorted({bound for each in spans for bound in each[:2]})
         merged: list[SampledTime] = []
-        for since, until in zip(bounds, bounds[1:], strict=False):
-            one_in = max(
-                (one.one_in for one in spans if one.since <= since and until <= one.until),
-                default=1,
-            )
+        # Those that have begun, the smallest share first: each is put in and taken out once.
+        begun: list[tuple[int, float]] = []
+        place = 0
+        for since, until in pairwise(bounds):
+            while place < len(spans) and spans[place].since <= since:
+                heapq.heappush(begun, (-spans[place].one_in, spans[place].until))
+                place += 1
+            while begun and begun[0][1] <= since:
+                heapq.heappop(begun)
+            if not begun:
+                continue
+            one_in = -begun[0][0]
             before = merged[-1] if merged else None
             if before is not None and before.one_in == one_in and before.until == since:
                 merged[-1] = before._replace(until=until)
-            elif one_in > 1:
+            else:
                 merged.append(SampledTime(since, until, one_in))
         return merged

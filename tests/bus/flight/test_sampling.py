@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from time import process_time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynbus.bus.flight import MOST_ONE_IN, SAMPLED, Event, SampledTimes, Sampling
 from dynbus.bus.flight.records import Entry, decode_message, encode_records, entries_of
+from dynbus.bus.flight.sampling import MOST_TIMES
 
 MOST = 100
 
@@ -125,3 +128,17 @@ def test_the_times_of_a_share_are_those_that_its_recorders_tell(
         sampled.take(entry)
 
     assert sampled.times == times
+
+
+def test_the_times_of_many_recorders_are_merged_soon_and_those_of_the_latest_are_kept() -> None:
+    sampled = SampledTimes()
+    for number in range(4 * MOST_TIMES):
+        for entry in told(f"r{number}", (float(number), 4), (number + 1.0, None)):
+            sampled.take(entry)
+
+    before = process_time()
+    times = sampled.times
+
+    # That of each pair of times and recorders took seconds.
+    assert process_time() - before < 0.5
+    assert times == [(2.0 * MOST_TIMES, 4.0 * MOST_TIMES, 4)]
