@@ -506,6 +506,8 @@ class _TapeReader:
             self._outcome.left_out[UNKNOWN] += 1
             return
         serial, chosen = record.serial, record.chosen
+        if serial in self._waiting:
+            raise ValueError(f"the tape has two requests {serial}")
         if record.one_in > 1:
             self._sampled_until = entry.at + WARM_AFTER
         self._hear(scheduler, record.seen, {serial: chosen})

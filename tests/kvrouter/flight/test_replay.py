@@ -400,3 +400,18 @@ def test_routers_that_share_their_load_decide_the_same_again() -> None:
 
     outcome = replay.outcome
     assert (outcome.decisions, outcome.differing, outcome.missing) == (5, [], 0)
+
+
+def test_a_request_that_is_there_again_while_it_waits_is_damage() -> None:
+    records = Fleet(2, BUSY).run(500)
+    place, waits = next(
+        (place, one)
+        for place, (_, one) in enumerate(records)
+        if isinstance(one, Submitted) and one.chosen is None and not one.refused
+    )
+    records.insert(place + 1, (records[place][0], waits))
+
+    outcome = replayed(told(records))
+
+    assert outcome.missing == 1
+    assert outcome.decisions
