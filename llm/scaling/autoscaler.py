@@ -200,7 +200,8 @@ class _Acting:
         self.pool = pool
         self.target = PoolTarget(first, "as it was")
         self.problem = ""
-        self._done = first
+        # None where it is not known what came of the last try.
+        self._done: int | None = first
         self._hands = hands
         self._is_acting = False
 
@@ -214,6 +215,8 @@ class _Acting:
             return
         self._is_acting = True
         target = self.target
+        # Who does not answer, or answers that it failed, may have done it or a part of it.
+        self._done = None
         try:
             for hands in self._hands:
                 await hands.set(self.pool, target)

@@ -179,6 +179,27 @@ def test_what_was_not_done_is_asked_for_again_and_shown() -> None:
     assert [(each.desired, each.problem) for each in after.pools] == [(1, "")]
 
 
+def test_a_number_is_asked_for_again_where_another_one_may_have_been_carried_out_since() -> None:
+    async def story() -> list[int]:
+        async with TestKit() as kit:
+            orchestrator = Orchestrator(kit)
+            orchestrator.refuses = True
+            scaler = await start(kit, orchestrator)
+            await eventually(partial(_is_elected, kit), what="it decides")
+            held = scaler.actor.runtime.bus.held
+
+            async def has(desired: int) -> bool:
+                return [each.desired for each in (await shown(kit)).pools] == [desired]
+
+            # What is held has it ask for one, and when that does not come, for none.
+            with held.hold("mine", [ComponentName.parse(POOL)]):
+                await eventually(partial(has, 1), what="one is asked for")
+                await eventually(partial(has, 0), what="none is asked for")
+            return orchestrator.asked
+
+    assert set(run(story())) == {0, 1}
+
+
 def test_of_two_one_decides_and_the_other_takes_its_place() -> None:
     async def story() -> tuple[int, bool]:
         async with TestKit() as kit:
