@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from tempfile import TemporaryFile
+from typing import IO, Final, Protocol
 from urllib.parse import urlsplit
 
 import anyio
@@ -74,18 +76,28 @@ class CommandHands:
         words = self.words(pool, target.desired)
         shown = shlex.join(words)
         try:
-            # When its time is over it is killed.
-            with anyio.fail_after(self._seconds):
-                done = await anyio.run_process(
-                    words, check=False, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT
-                )
+            # What it leaves running has the file on: a pipe's end would be that of all of these.
+            with TemporaryFile() as output:
+                # When its time is over it is killed.
+                with anyio.fail_after(self._seconds):
+                    async with await anyio.open_process(
+                        words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                    ) as process:
+                        code = await process.wait()
+                said = _end_of(output)
         except TimeoutError:
             raise Unavailable(f"{shown} has not ended within {self._seconds:g} s") from None
         except OSError as error:
             raise Unavailable(f"{shown} cannot be run: {error}") from None
-        if done.returncode:
-            said = done.stdout.decode(errors="replace").strip()[-MOST_OUTPUT:]
-            raise Unavailable(f"{shown} ended with {done.returncode}: {said}")
+        if code:
+            raise Unavailable(f"{shown} ended with {code}: {said}")
+
+
+def _end_of(output: IO[bytes]) -> str:
+    """The last characters that a command said."""
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - 4 * MOST_OUTPUT))
+    return output.read().decode(errors="replace").strip()[-MOST_OUTPUT:]
 
 
 class WebhookCall(msgspec.Struct, frozen=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -51,6 +53,17 @@ async def test_a_command_that_takes_too_long_is_ended() -> None:
 
     with pytest.raises(Unavailable, match=r"has not ended within 0\.5 s"):
         await CommandHands(f'{sys.executable} -c "{program}" {{count}}', 0.5).set(POOL, TARGET)
+
+
+async def test_what_a_command_leaves_running_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    command = f"sh -c 'echo it starts; sleep 600 & echo $! > {path}; exit {{count}}'"
+
+    try:
+        with pytest.raises(Unavailable, match="ended with 3: it starts"):
+            await CommandHands(command, 60.0).set(POOL, TARGET)
+    finally:
+        os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 async def test_a_command_that_is_not_there_is_told() -> None:
