@@ -35,6 +35,13 @@ SUMS: Final = (
     "decode_seconds",
 )
 """The figures of an engine that only grow."""
+PRESENT: Final = ("running", "waiting", "block_size", "kv_blocks", "kv_blocks_used", "slots")
+"""Those that say how it is now."""
+MOST_FIGURE: Final = 1e15
+"""What is beyond is none that an engine tells."""
+MOST_GONE: Final = 1024
+"""Instances of a pool that do not answer, or are not there, of which it is remembered what they
+had counted: they may be back, and count on."""
 
 _Figures = Mapping[str, float]
 
@@ -44,7 +51,10 @@ class PoolObserver:
 
     def __init__(self, pools: Sequence[ComponentName]) -> None:
         self._pools = pools
-        self._before: dict[InstanceName, _Figures] = {}
+        # By the pool; the latest ones last, also of instances that are not there at present.
+        self._before: dict[ComponentName, dict[InstanceName, _Figures]] = {
+            pool: {} for pool in pools
+        }
         self._has_seen: set[ComponentName] = set()
 
     def observe(
@@ -80,7 +90,7 @@ class PoolObserver:
         for one in there:
             row = answers.get(one.record.name)
             said = None if row is None or row.counts is None else row.counts.figures
-            if said is not None and "requests" in said:
+            if said is not None and _are_of_an_engine(said):
                 figures[one.record.name] = said
             elif not one.record.draining:
                 missing.append(one.id)
@@ -89,9 +99,12 @@ class PoolObserver:
             self._has_seen.discard(pool)
             return PoolState(len(ready), draining, missing=", ".join(missing))
         load = self._load(pool, figures, held)
-        for name in [name for name in self._before if name[:2] == pool and name not in figures]:
-            del self._before[name]
-        self._before.update(figures)
+        before = self._before[pool]
+        for name, said in figures.items():
+            before.pop(name, None)
+            before[name] = said
+        while len(before) > len(figures) + MOST_GONE:
+            del before[next(iter(before))]
         self._has_seen.add(pool)
         return PoolState(len(ready), draining, load)
 
@@ -101,8 +114,8 @@ class PoolObserver:
         now = dict.fromkeys((*SUMS, "running", "waiting", "context"), 0.0)
         capacity = slots = 0.0
         for name, said in figures.items():
-            # Of one that was not there before all counts, but for who looks for the first time.
-            before = self._before.get(name, {} if pool in self._has_seen else said)
+            # Of one that was never there before all counts, but for who looks for the first time.
+            before = self._before[pool].get(name, {} if pool in self._has_seen else said)
             for each in SUMS:
                 now[each] += max(0.0, said.get(each, 0.0) - before.get(each, 0.0))
             now["running"] += said.get("running", 0.0)
@@ -126,6 +139,13 @@ class PoolObserver:
             ttft=now["first_token_seconds"] / firsts if firsts else None,
             itl=now["decode_seconds"] / decoded if decoded else None,
         )
+
+
+def _are_of_an_engine(figures: _Figures) -> bool:
+    """True if an engine has said these figures."""
+    return "requests" in figures and all(
+        0.0 <= figures.get(name, 0.0) <= MOST_FIGURE for name in (*SUMS, *PRESENT)
+    )
 
 
 def _held(reports: Iterable[InstanceReport]) -> dict[str, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 from dynbus.bus.commands.survey import Counts, Held, HeldRequest, InstanceReport
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.protocol.wire import InstanceRecord
@@ -150,3 +152,26 @@ def test_held_requests_wait_for_the_pools_that_they_name() -> None:
     state = observe(PoolObserver([POOL]), [], *reports)
 
     assert state == PoolState(0, load=PoolLoad(waiting=2))
+
+
+@pytest.mark.parametrize("there", [[instance("b", draining=True)], []], ids=["drains", "is away"])
+def test_an_instance_that_was_not_heard_for_a_time_counts_on(there: list[Instance]) -> None:
+    observer = PoolObserver([POOL])
+    both = [instance("a"), instance("b")]
+    observe(observer, both, report("a", FIGURES), report("b", FIGURES))
+    observe(observer, [instance("a"), *there], report("a", FIGURES))
+
+    state = observe(observer, both, report("a", FIGURES), report("b", changed(requests=3)))
+
+    assert state.load is not None
+    assert state.load.arrivals == 3
+
+
+@pytest.mark.parametrize("value", [1e308, -1.0])
+def test_an_answer_with_figures_that_cannot_be_is_none(value: float) -> None:
+    there = [instance("a"), instance("b")]
+    odd = {**FIGURES, "waiting": value}
+
+    state = observe(PoolObserver([POOL]), there, report("a", odd), report("b", odd))
+
+    assert state == PoolState(2, missing="a, b")
