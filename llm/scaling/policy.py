@@ -272,6 +272,8 @@ class PoolPolicy:
         if load is None:
             self._seen_at = None
             self._asked.since = now
+            # Nothing is known of its streams.
+            self.floor = self._asked.count
             by = f" of {state.missing}" if state.missing else ""
             return PoolTarget(self._asked.count, f"frozen: a metric is missing{by}")
         if self._seen_at is None:
@@ -343,14 +345,17 @@ class PoolPolicy:
         if state.ready > asked.count:
             text = f"held: {state.ready} are there and {asked.count} were asked for"
             pause = config.hold
-        elif asked.reached >= asked.count:
+        elif asked.reached >= asked.count and state.ready >= self._pool.least:
             text = f"held: {state.ready} are left of {asked.count}"
             pause = config.hold
         else:
             missing = asked.count - state.ready
+            text = f"paused: {missing} did not start within {config.settled_after:.0f} s"
+            if asked.reached >= asked.count:
+                # Fewer than there may be at least are lost, and not what somebody wants.
+                text = f"paused: {state.ready} are left of {asked.count}"
             asked.failures, asked.failed_at = asked.failures + 1, state.ready
             pause = min(config.hold, config.cold_start * 2.0 ** (asked.failures - 1))
-            text = f"paused: {missing} did not start within {config.settled_after:.0f} s"
         asked.count = asked.reached = state.ready
         asked.since = now
         asked.held_until = now + pause

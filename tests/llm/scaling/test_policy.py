@@ -248,6 +248,32 @@ def test_a_budget_is_shared_by_what_the_pools_need() -> None:
     assert any("do not fit into 8 GPUs" in each.reason for each in seen_targets)
 
 
+def test_a_budget_takes_nothing_from_a_pool_that_is_frozen() -> None:
+    pools = {"llm.A": PoolConfig(least=0, most=8), "llm.B": PoolConfig(least=0, most=8)}
+    policy = ScalingPolicy(config(pools=pools, budget=8))
+    load = busy(40.0, 400, waiting=100)
+
+    for number in range(5):
+        seen = {"llm.A": PoolState(4, missing="it"), "llm.B": PoolState(2, load=load)}
+        targets = policy.decide(Observation(number * INTERVAL, seen))
+
+        assert targets["llm.A"].desired == 4
+    assert targets["llm.B"].desired == 4
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_pool_that_has_lost_more_than_may_be_is_asked_for_again_soon(left: int) -> None:
+    pool = Pool(3, config(pools={POOL: PoolConfig(least=2, most=10)}))
+    pool.see(busy(4.0), 30.0)
+    pool.ready = left
+
+    # Two cold starts and a drain; and a pause, which is shorter than what stays by hand.
+    targets = [pool.see(PoolLoad(waiting=50)) for _ in range(30)]
+
+    assert f"paused: {left} are left of 3" in [each.reason for each in targets]
+    assert targets[-1].desired >= 2
+
+
 def test_the_speed_of_an_engine_is_learned_from_its_requests() -> None:
     pool = Pool(settings=config(profile=EngineSpeed()))
 
