@@ -206,6 +206,7 @@ def save(
     import asyncio
     import time
 
+    from dynbus.bus.errors import ConfigError
     from dynbus.bus.flight import FlightHead, write_flight
 
     now = time.time()
@@ -213,6 +214,9 @@ def save(
     last = now if until is None else terminal.parse_time(until, "--until")(now)
     if last <= first:
         raise click.UsageError("--until is not behind --from")
+    if file.exists():
+        # To read a day takes minutes.
+        raise ConfigError(f"{file} is there already: choose another name, or remove it")
 
     async def read() -> list[bytes]:
         async with terminal.server(terminal.settings(nats), "dynbus-record") as server:

@@ -10,7 +10,7 @@ import gzip
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 import msgspec
 
@@ -49,24 +49,21 @@ _head = msgspec.msgpack.Decoder(FlightHead)
 
 
 def write_flight(path: Path, head: FlightHead, messages: Iterable[bytes]) -> int:
-    """Write a file with the messages of a stream, as they are; how many.
+    """Write a file with the messages of a stream, as they are; how many. Where that fails, no part
+    of it is left.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    count = 0
     try:
         with path.open("xb") as plain:
-            plain.write(MAGIC)
-            # Without its name and the time: the same flight is the same file.
-            with gzip.GzipFile("", "wb", fileobj=plain, mtime=0) as packed:
-                _write(packed, msgspec.msgpack.encode(head))
-                for message in messages:
-                    _write(packed, message)
-                    count += 1
+            try:
+                return _write_all(plain, head, messages)
+            except BaseException:
+                path.unlink()
+                raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-    return count
 
 
 def read_flight(path: Path) -> FlightFile:
@@ -88,6 +85,20 @@ def read_flight(path: Path) -> FlightFile:
         )
     known = (decoded for data in messages if (decoded := decode_message(data)) is not None)
     return FlightFile(head, entries_of(known))
+
+
+def _write_all(plain: BinaryIO, head: FlightHead, messages: Iterable[bytes]) -> int:
+    count = 0
+    plain.write(MAGIC)
+    # Without its name and the time: the same flight is the same file.
+    with gzip.GzipFile("", "wb", fileobj=plain, mtime=0) as packed:
+        _write(packed, msgspec.msgpack.encode(head))
+        for message in messages:
+            _write(packed, message)
+            count += 1
+    # What does not fit on the disk any more is known here.
+    plain.flush()
+    return count
 
 
 def _write(packed: gzip.GzipFile, data: bytes) -> None:

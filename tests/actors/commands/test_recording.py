@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
+from click.testing import CliRunner
 
-from dynbus.actors.commands.recording import LATEST_EVENT, events_of
+from dynbus.actors.commands.recording import LATEST_EVENT, events_of, save
+from dynbus.bus.errors import ConfigError
 from dynbus.bus.flight import Event
 from dynbus.bus.flight.records import Entry, decode_message, encode_records, entries_of
 
@@ -39,3 +42,15 @@ def test_an_event_is_told_when_none_before_it_can_come_and_not_at_the_end() -> N
     for at, _ in events_of(day()):
         assert read[-1] <= min(at + LATEST_EVENT + 1.0, 999.0)
     assert len(read) == 1000
+
+
+def test_a_file_that_is_there_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.flight"
+    path.write_text("mine")
+
+    # Nobody is at this address.
+    words = [str(path), "--namespace", "demo", "--nats", "nats://127.0.0.1:1"]
+    result = CliRunner().invoke(save, words)
+
+    assert isinstance(result.exception, ConfigError)
+    assert "is there already: choose another name" in str(result.exception)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -74,6 +77,18 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="cannot be written: File exists"):
         write_flight(path, HEAD, [])
+
+
+def test_of_a_file_that_cannot_be_written_to_its_end_no_part_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "a.flight"
+
+    def fill_the_disk() -> Iterator[bytes]:
+        yield from messages(0)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+        write_flight(path, HEAD, fill_the_disk())
+    assert not path.exists()
 
 
 def test_a_file_of_a_later_version_is_told(tmp_path: Path) -> None:
