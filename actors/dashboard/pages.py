@@ -39,6 +39,7 @@ MOST_REQUESTS: Final = 200
 DEFAULT_BUCKETS: Final = 120
 DEFAULT_REQUESTS: Final = 50
 MOST_COMPARISONS: Final = 8
+MOST_FIELDS: Final = 32
 
 _FILES: Final[Mapping[str, tuple[str, str]]] = {
     "": ("index.html", "text/html; charset=utf-8"),
@@ -145,10 +146,11 @@ class DashboardServer(GetServer):
         await self._work.close()
 
     async def answer(self, path: str, query: str) -> Response:
-        _, key, *rest = path.split("/", 2)
-        if not secrets.compare_digest(key.encode(), self._key.encode()) or not rest:
+        # A path without a slash, which no browser asks for, is no key either.
+        key, _, name = path.removeprefix("/").partition("/")
+        is_below = path.startswith(f"/{key}/")
+        if not secrets.compare_digest(key.encode(), self._key.encode()) or not is_below:
             return problem(HTTPStatus.NOT_FOUND)
-        [name] = rest
         if name in _FILES:
             return Response(HTTPStatus.OK, _file(name), _FILES[name][1], HEADERS)
         answer = {
@@ -161,7 +163,7 @@ class DashboardServer(GetServer):
             return problem(HTTPStatus.NOT_FOUND)
         status = HTTPStatus.OK
         try:
-            value = answer(parse_qs(query, max_num_fields=32))
+            value = answer(_fields(query))
         except (BadQuery, DynbusError) as error:
             status, value = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         if value is None:
@@ -260,6 +262,13 @@ class DashboardServer(GetServer):
 def _file(name: str) -> bytes:
     package = __name__.rpartition(".")[0]
     return (resources.files(package) / "static" / _FILES[name][0]).read_bytes()
+
+
+def _fields(query: str) -> dict[str, list[str]]:
+    try:
+        return parse_qs(query, max_num_fields=MOST_FIELDS)
+    except ValueError:
+        raise BadQuery(f"there are more than {MOST_FIELDS} fields") from None
 
 
 def _number(query: Mapping[str, list[str]], name: str, default: float) -> float:

@@ -50,8 +50,13 @@ async def test_without_the_path_that_was_drawn_there_is_nothing() -> None:
     one, other = server(), server()
     key = other.page_url.rstrip("/").rpartition("/")[2]
 
-    for path in ("/", "/state", f"/{key}/", f"/{key}/state", "//state", "", "/é/"):
-        answer = await one.answer(path or "/", "")
+    own = one.page_url.rstrip("/").rpartition("/")[2]
+
+    for path in (
+        *("/", "/state", f"/{key}/", f"/{key}/state", "//state", "", "*", "/é/"),
+        *(own, f"/{own}", f"{own}/", f"//{own}/"),
+    ):
+        answer = await one.answer(path, "")
         assert (answer.status, answer.headers) == (404, {})
 
 
@@ -100,6 +105,7 @@ async def test_requests_are_looked_for_by_id_and_by_digest() -> None:
     [
         ("state?since=2&until=1", "is no time"),
         ("state?last=x", "is no number of seconds"),
+        (f"state?{'a=1&' * 40}", "there are more than 32 fields"),
         ("state?since=nan", "is no number of seconds"),
         ("requests?order=odd", "there is no order 'odd'"),
         ("compare", "write NAME=VALUE"),
