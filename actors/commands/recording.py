@@ -26,6 +26,7 @@ TRAFFIC: Final = "dynbus.traffic"
 """The group of the class, a `TrafficReader`, that has requests of a flight as a trace."""
 READ_SECONDS: Final = 600.0
 MOST_ADDED: Final = 100_000
+MOST_SECONDS: Final = 1e9
 LATEST_EVENT: Final = 60.0
 """Seconds for which an event may be recorded later than others of its time: recorders send four
 times a second, and clocks of hosts differ by less."""
@@ -455,7 +456,7 @@ async def _read(server: Server, namespace: str, first: float, last: float) -> li
 )
 @click.option(
     "--cold-start",
-    type=terminal.number(0),
+    type=terminal.number(0, MOST_SECONDS),
     default=0.0,
     show_default=True,
     metavar="SECONDS",
@@ -606,7 +607,8 @@ def _scales(given: Sequence[str]) -> list[tuple[str, float, int]]:
     for text in given:
         what, at = _timed(text, "--scale", "COMPONENT=N@TIME")
         component, _, count = what.partition("=")
-        if not (component and count.isdecimal() and int(count) <= MOST_ADDED):
+        is_number = count.isdecimal() and len(count) <= len(str(MOST_ADDED))
+        if not (component and is_number and int(count) <= MOST_ADDED):
             raise click.UsageError(
                 f"--scale {text!r}: write COMPONENT=N@TIME, with up to {MOST_ADDED:,} instances"
             )

@@ -97,7 +97,7 @@ limit_option: Final = click.option(
 )
 @click.option(
     "--cold-start",
-    type=terminal.number(0),
+    type=terminal.number(0, MOST_SECONDS),
     default=0.0,
     show_default=True,
     metavar="SECONDS",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +23,7 @@ from dynbus.llm.replay.plot import plot_ttft
 from dynbus.llm.replay.report import Objective, Report, summarize, ttft_seconds
 from dynbus.llm.replay.scaled import Fault, ScaledFleet
 from dynbus.llm.replay.simulation import Simulation
-from dynbus.llm.replay.trace import Trace, read_trace
+from dynbus.llm.replay.trace import Trace, TraceRequest, read_trace
 from dynbus.spi import suggestion, terminal
 
 from .progress import progress_bar, show
@@ -137,8 +136,8 @@ class RecordedFleetReplay:
         profile: a file of `dynbus profile` with the times of engines; None for those of mocks.
 
     Raises:
-        ConfigError: a change is of what was not there, or the policy on record has no name.
-        ValueError: a request does not fit into an engine.
+        ConfigError: a change is of what was not there, the policy on record has no name, or no
+            request fits into an engine.
     """
 
     def __init__(
@@ -167,7 +166,12 @@ class RecordedFleetReplay:
             with path.open("w") as file:
                 file.writelines(f"{line}\n" for line in lines)
             trace = read_trace(path, block_size=simulation.engine.block_size)
-            check_room(trace, path, simulation.engine)
+        trace = _with_room(trace, simulation.engine)
+        # The simulation begins with the first of them.
+        before, after = (
+            [fault._replace(at=max(0.0, fault.at - trace.requests[0].arrival)) for fault in faults]
+            for faults in (before, after)
+        )
         self.sides = [
             self._side("on record", trace, simulation, policy, before, 0.0),
             self._side(
@@ -212,18 +216,13 @@ class RecordedFleetReplay:
             write_plot(plot, self.sides)
 
 
-def faults_on_record(fleet: FleetOnRecord, added: int = 0, cold_start: float = 0.0) -> list[Fault]:
-    """The changes of how many instances there were, after the first request.
-
-    Args:
-        cold_start: seconds by which those that came are started before they served.
-    """
-    faults: list[Fault] = []
-    for (_, before), (at, names) in pairwise(fleet.offered):
-        ahead = cold_start if len(names) > len(before) else 0.0
-        since = max(0.0, at - fleet.began - ahead)
-        faults.append(Fault("hand", since, instances=len(names) + added))
-    return sorted(faults, key=lambda fault: fault.at)
+def faults_on_record(fleet: FleetOnRecord, added: int = 0) -> list[Fault]:
+    """The changes of how many instances there were, after the first request: those that came serve
+    from then on, as they did."""
+    return [
+        Fault("hand", max(0.0, at - fleet.began), instances=len(names) + added, cold_start=0.0)
+        for at, names in fleet.offered[1:]
+    ]
 
 
 def changed_faults(fleet: FleetOnRecord, changes: FleetChanges) -> list[Fault]:
@@ -233,7 +232,7 @@ def changed_faults(fleet: FleetOnRecord, changes: FleetChanges) -> list[Fault]:
         ConfigError: an instance or a component is not that on record, or a time before it.
     """
     first, component = fleet.offered[0][1], fleet.target.rpartition(".")[2]
-    faults = faults_on_record(fleet, changes.added, changes.cold_start)
+    faults = faults_on_record(fleet, changes.added)
     for name, at, count in sorted(changes.scales, key=itemgetter(1)):
         if name != component:
             raise ConfigError(f"--scale {name}: the requests on record are to {component}")
@@ -274,6 +273,27 @@ def _engine_of(fleet: FleetOnRecord, profile: Path | None) -> MockConfig:
     )
 
 
+def _with_room(trace: Trace, engine: MockConfig) -> Trace:
+    """The requests that fit into an engine, alone; an engine on record has refused the others.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    most = min(_room(engine), engine.limits.context_length - 1)
+    fitting = [one for one in trace.requests if _needs(one) <= most]
+    if left_out := len(trace.requests) - len(fitting):
+        terminal.notice(
+            f"{left_out} requests are left out: with their outputs they have more tokens than the "
+            f"{most} that an engine takes"
+        )
+    if not fitting:
+        raise ConfigError(
+            f"no request on record fits into an engine, which takes {most} tokens: give one of "
+            "another size by --profile"
+        )
+    return Trace(fitting, trace.block_size)
+
+
 def mock_config(profile: Path | None, size: Mapping[str, Any]) -> MockConfig:
     """The configuration of mock engines.
 
@@ -303,9 +323,8 @@ def check_room(trace: Trace, path: Path, engine: MockConfig) -> None:
     Raises:
         ValueError: one does not, and which option to change.
     """
-    # The last token is never computed.
-    needs = [one.prompt_tokens + one.output_tokens - 1 for one in trace.requests]
-    room = (engine.blocks - engine.headroom) * engine.block_size
+    needs = list(map(_needs, trace.requests))
+    room = _room(engine)
     context = engine.limits.context_length
     for request, needed in zip(trace.requests, needs, strict=True):
         if needed > room:
@@ -321,6 +340,16 @@ def check_room(trace: Trace, path: Path, engine: MockConfig) -> None:
                 f"tokens, and the profile was fitted to requests of {context}: profile the engine "
                 f"with --context {max(needs) + 1}"
             )
+
+
+def _needs(request: TraceRequest) -> int:
+    """The tokens that a request has in the cache at its end; the last one is never computed."""
+    return request.prompt_tokens + request.output_tokens - 1
+
+
+def _room(engine: MockConfig) -> int:
+    """The tokens of the cache of an engine that one request may have."""
+    return (engine.blocks - engine.headroom) * engine.block_size
 
 
 def ttft_bars(replays: Sequence[Replay]) -> list[tuple[str, float, str]]:

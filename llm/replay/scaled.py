@@ -39,6 +39,7 @@ class Fault(NamedTuple):
             them never serve; `dies` ends `instance`, the oldest one where that is empty; `hand` has
             another one set the number of instances to `instances`.
         at: seconds after the first arrival.
+        cold_start: seconds until what is started by `hand` serves; None for that of the fleet.
     """
 
     kind: Literal["lost", "stuck", "dies", "hand"]
@@ -46,6 +47,7 @@ class Fault(NamedTuple):
     seconds: float = 0.0
     instances: int = 0
     instance: str = ""
+    cold_start: float | None = None
 
 
 class Sample(NamedTuple):
@@ -197,7 +199,8 @@ class ScaledFleet:
             if fault.kind == "dies":
                 self._at(fault.at, partial(self._die, fault))
             elif fault.kind == "hand":
-                self._at(fault.at, partial(self._set, fault.instances))
+                by_hand = partial(self._set, fault.instances, cold_start=fault.cold_start)
+                self._at(fault.at, by_hand)
         if self._decide is not None:
             self._at(self._interval, partial(self._look, self._decide))
         fleet, result = self._fleet, self._result
@@ -266,15 +269,15 @@ class ScaledFleet:
             member.state = "ready"
             self._fleet.add(member.name, now)
 
-    def _set(self, count: int, now: float) -> None:
+    def _set(self, count: int, now: float, *, cold_start: float | None = None) -> None:
         self._set_to = count
-        self._carry_out(now)
+        self._carry_out(now, cold_start)
 
-    def _carry_out(self, now: float) -> None:
+    def _carry_out(self, now: float, cold_start: float | None = None) -> None:
         """Start what is missing, and let go of what is too much: first what does not serve yet."""
         there = self._of("ready", "starting")
         for _ in range(len(there), self._set_to):
-            self._start(now, self._cold_start)
+            self._start(now, self._cold_start if cold_start is None else cold_start)
         surplus = len(there) - self._set_to
         if surplus > 0:
             newest = sorted(there, key=lambda one: (one.state == "starting", one.began))

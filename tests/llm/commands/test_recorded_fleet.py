@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -103,6 +104,8 @@ def test_both_sides_are_a_table_and_a_plot(flight: Path, tmp_path: Path) -> None
         (("--kill", f"d@{at(1)}"), "it was not there when the requests began"),
         (("--kill", f"a@{at(-1)}"), "is before the first request on record"),
         (("--scale", f"Engine=x@{at(1)}"), "write COMPONENT=N@TIME"),
+        (("--scale", f"Engine={'9' * 5000}@{at(1)}"), "write COMPONENT=N@TIME"),
+        (("--kill", f"a@{at(1)}", "--cold-start", "inf"), "inf is not in the range"),
         (("--scale", f"Other=2@{at(1)}"), "the requests on record are to Engine"),
         (("--add-instances", "1", "--at", "1h"), "leave --at, --request"),
         (("--add-instances", "1", "--set", "temperature=1"), "leave --at, --request"),
@@ -125,6 +128,42 @@ def test_what_cannot_be_simulated_is_refused(
     assert reason in f"{' '.join(result.output.split())} {result.exception}"
 
 
+def recorded(path: Path, blocks: list[int], **engine: str) -> Path:
+    """A flight with a request a second, of so many blocks of 16 tokens each, to one engine."""
+    recorder = ListedRecords()
+    scheduler = TapedScheduler(RouterConfig(), recorder, target="llm.Engine")
+    engines = [profile("a", **engine)]
+    for number, count in enumerate(blocks):
+        now = float(number)
+        asked = request(f"r{number}", engines, blocks=count, of=number, now=now)
+        decided = scheduler.submit(asked, now)
+        assert isinstance(decided, Decision)
+        scheduler.ended(decided.number, now + 0.5)
+    head = FlightHead("llm", BEGAN, BEGAN + 60.0, "test")
+    write_flight(path, head, [encode_records("one", 0, BEGAN, recorder.records)])
+    return path
+
+
+def test_requests_that_no_engine_can_have_are_left_out(tmp_path: Path) -> None:
+    flight = recorded(tmp_path / "a.flight", [200, 200, 4, 4], total_blocks="64")
+
+    result = invoke(flight, "--kill", f"a@{at(2.005)}", "--json")
+
+    assert result.exit_code == 0, result.output
+    assert [each["requests"] for each in json.loads(result.stdout)] == [2, 2]
+    assert "2 requests are left out: with their outputs they have more tokens" in result.stderr
+    # It dies with the third request, which is the first now.
+    assert "it had no requests then" not in result.stderr
+
+
+def test_of_requests_that_no_engine_can_have_alone_nothing_is_simulated(tmp_path: Path) -> None:
+    flight = recorded(tmp_path / "a.flight", [200], total_blocks="64")
+
+    result = invoke(flight, "--add-instances", "1")
+
+    assert "no request on record fits into an engine, which takes 1024" in str(result.exception)
+
+
 class OnRecord(NamedTuple):
     target: str = "llm.Engine"
     began: float = 100.0
@@ -132,7 +171,7 @@ class OnRecord(NamedTuple):
     blocks: int | None = None
     max_batched_tokens: int | None = None
     policy: str = "kv"
-    offered: tuple[tuple[float, list[str]], ...] = (
+    offered: Sequence[tuple[float, list[str]]] = (
         (99.0, ["a", "b"]),
         (130.0, ["a", "b", "c"]),
         (160.0, ["b", "c"]),
@@ -143,22 +182,24 @@ def test_instances_come_and_go_as_on_record_until_they_are_scaled() -> None:
     changes = FleetChanges(2, [("b", 120.0)], [("Engine", 150.0, 7)], "", 0.0)
 
     assert faults_on_record(OnRecord()) == [
-        Fault("hand", 30.0, instances=3),
-        Fault("hand", 60.0, instances=2),
+        Fault("hand", 30.0, instances=3, cold_start=0.0),
+        Fault("hand", 60.0, instances=2, cold_start=0.0),
     ]
     assert changed_faults(OnRecord(), changes) == [
-        Fault("hand", 30.0, instances=5),
+        Fault("hand", 30.0, instances=5, cold_start=0.0),
         Fault("hand", 50.0, instances=7),
         Fault("dies", 20.0, instance="b"),
     ]
 
 
-def test_instances_that_came_on_record_were_started_before_they_served() -> None:
-    changes = FleetChanges(0, [], [], "", 10.0)
+def test_an_instance_that_took_the_place_of_another_on_record_takes_it_in_both_fleets() -> None:
+    # Sooner than the cold start of those that the change starts.
+    offered = ((99.0, ["a", "b"]), (130.0, ["a"]), (140.0, ["a", "c"]))
+    changes = FleetChanges(0, [], [], "", 45.0)
 
-    assert changed_faults(OnRecord(), changes) == [
-        Fault("hand", 20.0, instances=3),
-        Fault("hand", 60.0, instances=2),
+    assert changed_faults(OnRecord(offered=offered), changes) == [
+        Fault("hand", 30.0, instances=1, cold_start=0.0),
+        Fault("hand", 40.0, instances=2, cold_start=0.0),
     ]
 
 
