@@ -10,7 +10,10 @@ import click
 
 from dynbus.spi import terminal
 
-from .replay import limit_option, speed_option
+from .replay import MOST_INSTANCES, limit_option, speed_option
+
+MOST_BLOCKS: Final = 100_000_000
+"""Of a cache or a tier: a simulated one has a place for each."""
 
 _HELP: Final = """Say how many engines of which profile keep an objective on a trace.
 
@@ -94,7 +97,11 @@ _HELP: Final = """Say how many engines of which profile keep an objective on a t
 @speed_option
 @limit_option
 @click.option(
-    "--most", type=click.IntRange(1), default=64, show_default=True, help="Engines that are tried."
+    "--most",
+    type=click.IntRange(1, MOST_INSTANCES),
+    default=64,
+    show_default=True,
+    help="Engines that are tried.",
 )
 @click.option(
     "--seeds",
@@ -194,9 +201,10 @@ def _numbers(option: str, text: str, *, least: int) -> list[int]:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         numbers = [-1]
-    if any(number < least for number in numbers):
+    if not all(least <= number <= MOST_BLOCKS for number in numbers):
         raise click.BadParameter(
-            f"{text!r}: give whole numbers from {least} on, with commas between", param_hint=option
+            f"{text!r}: give whole numbers from {least} to {MOST_BLOCKS:,}, with commas between",
+            param_hint=option,
         )
     return list(dict.fromkeys(numbers))
 

@@ -30,7 +30,7 @@ _HELP: Final = """Simulate a fleet of mock engines on a trace, with one policy a
 
 MOST_SECONDS: Final = 1e9
 MOST_INSTANCES: Final = 100_000
-"""Of `--kill` and `--scale`."""
+"""Of a simulated fleet."""
 
 
 class TimedCount(click.ParamType[tuple[float, int]]):
@@ -68,7 +68,7 @@ limit_option: Final = click.option(
 
 @click.command(help=_HELP, epilog=terminal.EXIT_CODES)
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--instances", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--instances", type=click.IntRange(1, MOST_INSTANCES), default=8, show_default=True)
 @click.option(
     "--policy",
     "policies",
