@@ -151,12 +151,14 @@ def _are_of_an_engine(figures: _Figures) -> bool:
 def _held(reports: Iterable[InstanceReport]) -> dict[str, int]:
     """The number of requests that are held for each component."""
     by_process = {row.held.process: row.held for row in reports if row.held is not None}
-    counts: dict[str, int] = {}
+    counts: dict[str, float] = {}
     for held in by_process.values():
+        # It names the oldest alone: as far as is known the others wait for the same.
+        each = max(1.0, held.count / max(1, len(held.requests)))
         for request in held.requests:
-            for component in request.awaits:
-                counts[component] = counts.get(component, 0) + 1
-    return counts
+            for component in set(request.awaits):
+                counts[component] = counts.get(component, 0.0) + each
+    return {component: round(count) for component, count in counts.items()}
 
 
 class PoolSurvey:

@@ -154,6 +154,16 @@ def test_held_requests_wait_for_the_pools_that_they_name() -> None:
     assert state == PoolState(0, load=PoolLoad(waiting=2))
 
 
+def test_held_requests_that_are_too_many_to_be_named_count_as_those_that_are() -> None:
+    ours, others = (HeldRequest("x", 1.0, (name,)) for name in ("llm.Engine", "llm.Other"))
+    held = Held("12345678", 500, (ours, ours, ours, others))
+
+    state = observe(PoolObserver([POOL]), [], report("f", {}, "http", held))
+
+    assert state.load is not None
+    assert state.load.waiting == 375
+
+
 @pytest.mark.parametrize("there", [[instance("b", draining=True)], []], ids=["drains", "is away"])
 def test_an_instance_that_was_not_heard_for_a_time_counts_on(there: list[Instance]) -> None:
     observer = PoolObserver([POOL])
