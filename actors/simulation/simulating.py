@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from dynbus.actors.calling.options import ClientOptions
 from dynbus.actors.runtime import Actor, ActorInstance
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import START
-from dynbus.bus.errors import Unavailable, only_cause
+from dynbus.bus.errors import ConfigError, Unavailable, only_cause
 from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.transport import Message
 
@@ -305,8 +306,13 @@ def simulate(
     Raises:
         SimulationFailed: a story does not hold, or the library logged an error, ended a call late,
             or left tasks.
-        ConfigError: `plan` cannot be read.
+        ConfigError: `plan` cannot be read, there is no seed, or `seconds` or `most_faults` cannot
+            be.
     """
+    if not 0.0 <= seconds < math.inf or most_faults < 0:
+        raise ConfigError(
+            f"seconds = {seconds}, most_faults = {most_faults}: give seconds and a number from 0 on"
+        )
     report = Report({}, Counter())
     given = read_plan(plan) if isinstance(plan, str) else None if plan is None else tuple(plan)
     kinds = ALL_KINDS if faults is None else faults
@@ -325,6 +331,8 @@ def simulate(
         report.digests[seed] = outcome.digest
         report.counts += outcome.counts
         report.seconds += outcome.seconds
+    if not report.digests:
+        raise ConfigError("there is no seed, and so no story was told: give seeds=range(100)")
     return report
 
 

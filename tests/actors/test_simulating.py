@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import secrets
@@ -12,6 +13,7 @@ import sys
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -373,3 +375,16 @@ def test_faults_and_what_the_library_did_about_them_are_counted() -> None:
 def test_a_plan_that_cannot_be_read_is_refused() -> None:
     with pytest.raises(ConfigError, match="is no plan"):
         simulate(ordinary, seeds=[1], plan="nonsense")
+
+
+def test_where_no_story_is_told_nothing_is_proved() -> None:
+    with pytest.raises(ConfigError, match="there is no seed, and so no story was told"):
+        simulate(ordinary, seeds=[])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"seconds": -1.0}, {"seconds": math.nan}, {"most_faults": -1}]
+)
+def test_faults_that_cannot_be_drawn_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="give seconds and a number from 0 on"):
+        simulate(ordinary, seeds=[1], **settings)
