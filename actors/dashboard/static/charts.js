@@ -21,7 +21,9 @@ function shape(name, attributes) {
 export function number(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (size >= 1e6) return `${(value / 1e6).toPrecision(3)}M`;
+  // What three digits round up to the next unit is of that.
+  if (size >= 999.5e6) return `${(value / 1e9).toPrecision(3)}G`;
+  if (size >= 999.5e3) return `${(value / 1e6).toPrecision(3)}M`;
   if (size >= 1e4) return `${(value / 1e3).toPrecision(3)}k`;
   if (size >= 100 || Number.isInteger(value)) return Math.round(value).toLocaleString("en");
   return Number(value.toPrecision(2)).toString();
@@ -32,7 +34,8 @@ export function seconds(value) {
   if (value < 0.0995) return `${Number((1000 * value).toPrecision(2))} ms`;
   if (value < 0.9995) return `${Math.round(1000 * value)} ms`;
   if (value < 99.5) return `${Number(value.toPrecision(3))} s`;
-  if (value < 7200) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  const whole = Math.round(value);
+  if (whole < 7200) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
   return `${Number((value / 3600).toPrecision(3))} h`;
 }
 

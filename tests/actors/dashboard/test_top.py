@@ -111,7 +111,10 @@ def test_a_line_is_the_fuller_the_higher_and_blank_where_nothing_is_known() -> N
         (3.0, "3"),
         (12.4, "12"),
         (54_321.0, "54.3k"),
+        (999_499.0, "999k"),
+        (999_500.0, "1M"),
         (2e6, "2M"),
+        (999_999_999.0, "1G"),
     ],
 )
 def test_a_number_is_short(value: float | None, text: str) -> None:
@@ -120,3 +123,6 @@ def test_a_number_is_short(value: float | None, text: str) -> None:
 
 def test_a_duration_has_its_unit() -> None:
     assert [brief_seconds(value) for value in (None, 0.0211, 1.25)] == ["-", "21.1 ms", "1.25 s"]
+    assert [brief_seconds(value) for value in (999.4, 1200.0, 9000.0)] == [
+        *("999 s", "20 min", "2.5 h")
+    ]
