@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -176,17 +176,21 @@ class Replay:
         Raises:
             ConfigError: a policy cannot be loaded.
         """
-        record = read_record(entry)
-        if record is None:
-            return
         outcome = self.outcome
-        outcome.missing += entry.missing
         reader = self._tapes.get(entry.recorder)
+        record = read_record(entry)
+        if record is None and reader is None:
+            return
+        # Also what is no router's may be the first behind a gap in its tape.
+        missing = entry.missing + (record is None and entry.kind in _KINDS)
+        outcome.missing += missing
         if reader is None:
             reader = _TapeReader(self._settings, outcome, self._requests, self.explained)
             self._tapes[entry.recorder] = reader
-        elif entry.missing:
+        elif missing:
             reader.lose()
+        if record is None:
+            return
         try:
             reader.take(record, entry)
         except ValueError:
@@ -195,7 +199,7 @@ class Replay:
             reader.lose()
 
 
-_RECORDS: Final = msgspec.msgpack.Decoder(
+_Record: TypeAlias = (
     tape.Began
     | tape.Profiled
     | tape.Offered
@@ -213,10 +217,12 @@ _RECORDS: Final = msgspec.msgpack.Decoder(
     | tape.LoadHeard
     | tape.LoadExpired
 )
+_RECORDS: Final = msgspec.msgpack.Decoder(_Record)
+_KINDS: Final = frozenset(one.__struct_config__.tag for one in get_args(_Record))
 
 
 def read_record(entry: TapeEntry) -> Any:
-    """The record of a router's tape; None for any other."""
+    """The record of a router's tape; None for any other, and for one that is damaged."""
     if not entry.kind.startswith(tape.KIND):
         return None
     try:

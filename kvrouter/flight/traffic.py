@@ -94,13 +94,15 @@ class RecordedTraffic:
 
     def take(self, entry: TapeEntry) -> None:
         """Take the next record of a flight."""
+        known = self._tapes.get(entry.recorder)
+        if known is not None and entry.missing:
+            # Also what is no router's may be the first behind a gap in its tape.
+            known.prompts.clear()
         if entry.kind == EVENT:
             self._note_output(entry)
         if (record := read_record(entry)) is None:
             return
         reader = self._tapes.setdefault(entry.recorder, _Tape())
-        if entry.missing:
-            reader.prompts.clear()
         if isinstance(record, tape.Began):
             reader.begin(record)
             self._policies.setdefault(record.target, record.policy)

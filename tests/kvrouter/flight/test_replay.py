@@ -27,6 +27,10 @@ from dynbus.kvrouter.flight.replay import (
     Replay,
     Replayed,
 )
+from dynbus import DynbusError
+from dynbus.bus.flight import SAMPLED as SAMPLED_EVENT
+from dynbus.bus.flight.records import Entry, Event, decode_message, encode_records, entries_of
+from dynbus.kvrouter.flight.replay import BEFORE, NO_POLICY, SAMPLED, UNKNOWN, Replay, Replayed
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.decision import Decision
@@ -278,6 +282,21 @@ def test_records_that_are_missing_are_counted_and_what_follows_is_explained() ->
     assert 0 < outcome.left_out[UNKNOWN] < outcome.decisions < replayed(whole).decisions
 
 
+def test_a_gap_that_no_record_of_a_router_is_behind_is_one() -> None:
+    records = Fleet(2, BUSY).run(4000)
+    # As a recorder tells it that has lost what it told before.
+    share: Records = [(records[1000][0], Event(SAMPLED_EVENT, "r", "", {"one_in": 1}))]
+    first = told(records[:900])
+    rest = told([*share, *records[1000:]], 999)
+    rest[0] = rest[0]._replace(missing=99)
+
+    outcome = replayed([*first, *rest])
+
+    assert outcome.missing == 99
+    assert outcome.unexplained == []
+    assert outcome.left_out[UNKNOWN] > 0
+
+
 @pytest.mark.parametrize("config", [RouterConfig(), BUSY], ids=["plain", "queue"])
 def test_of_a_share_of_the_requests_all_is_on_the_tape_and_differences_are_explained(
     config: RouterConfig,
@@ -400,6 +419,20 @@ def test_routers_that_share_their_load_decide_the_same_again() -> None:
 
     outcome = replay.outcome
     assert (outcome.decisions, outcome.differing, outcome.missing) == (5, [], 0)
+
+
+def test_a_record_that_cannot_be_read_is_missing_and_what_follows_is_explained() -> None:
+    records = Fleet(2, BUSY).run(4000)
+    place = next(at for at, (_, one) in enumerate(records) if at > 900 and isinstance(one, Ended))
+    time, ended = records[place]
+    assert isinstance(ended, Ended)
+    records[place] = time, msgspec.structs.replace(ended, number="odd")
+
+    outcome = replayed(told(records))
+
+    assert outcome.missing == 1
+    assert outcome.unexplained == []
+    assert outcome.left_out[UNKNOWN] > 0
 
 
 def test_a_request_that_is_there_again_while_it_waits_is_damage() -> None:
