@@ -162,13 +162,11 @@ def dashboard(
 
 
 async def _serve_file(source: _File, settings: dict[str, str], port: int) -> None:
-    import anyio
-
     from .pages import DashboardServer
 
     async with DashboardServer(source, port, settings) as server:
         click.echo(server.page_url)
-        await anyio.sleep_forever()
+        await server.serve()
 
 
 async def _serve_live(config: BusConfig, namespace: str | None, window: float, port: int) -> None:

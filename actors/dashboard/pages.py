@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cache
 from http import HTTPStatus
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Final, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, get_args
 from urllib.parse import parse_qs
 
 import msgspec
@@ -126,11 +126,23 @@ class DashboardServer(GetServer):
         self._comparing = asyncio.Lock()
         self._is_over = threading.Event()
         self._work = Background("comparisons of a dashboard", self._comparison_failed)
+        self._failure: BaseException | None = None
+        self._has_failed = asyncio.Event()
 
     @property
     def page_url(self) -> str:
         """The URL of the page, which is to be known to its operator alone."""
         return f"{self.url}/{self._key}/"
+
+    async def serve(self) -> NoReturn:
+        """Wait while the page is served.
+
+        Raises:
+            BaseException: a comparison failed with it, and nothing is served any more.
+        """
+        await self._has_failed.wait()
+        assert self._failure is not None, "set before the event"
+        raise self._failure
 
     async def start(self) -> None:
         await self._work.open()
@@ -256,6 +268,8 @@ class DashboardServer(GetServer):
     def _comparison_failed(self, error: BaseException) -> None:
         """Answer nobody any more: what is shown is not to be relied on."""
         self._failed(error)
+        self._failure = error
+        self._has_failed.set()
 
 
 @cache

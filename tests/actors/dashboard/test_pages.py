@@ -125,3 +125,21 @@ async def test_what_goes_on_is_not_run_again() -> None:
 
     assert status == 400
     assert "dynbus record save" in answer["error"]
+
+
+class Broken(Shown):
+    """A source whose records break what takes them."""
+
+    def entries(self) -> Iterable[Entry] | None:
+        return map(self._broken, [1])
+
+    def _broken(self, number: int) -> Entry:
+        raise KeyError(number)
+
+
+async def test_a_comparison_that_breaks_ends_whoever_serves_the_page() -> None:
+    async with DashboardServer(Broken(view_of(moved_request())), 0, {}) as shown:
+        await ask(shown, "compare?set=policy%3Ddynamo")
+
+        with pytest.raises(KeyError):
+            await asyncio.wait_for(shown.serve(), 60)
