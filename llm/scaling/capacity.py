@@ -234,6 +234,9 @@ class _Fit:
         # The mean is trusted soon; the slope when there is more than one x.
         a, d = n + PRIOR_REQUESTS / 10, sxx + PRIOR_REQUESTS
         determinant = a * d - sx * sx
+        if not determinant > 0.0:
+            # Of so many measurements at one x that no float tells them from a line.
+            return self._prior
         base = (sy * d - sxy * sx) / determinant
         each = (sxy * a - sy * sx) / determinant / self._scale
         prior = self._prior

@@ -148,3 +148,11 @@ def test_whatever_is_measured_no_speed_is_below_zero(
         learner.note_steps(x, seconds, 3, 5.0)
 
     assert min(*learner.profile.prefill, *learner.profile.decode) > 0.0
+
+
+def test_figures_beyond_what_a_float_tells_apart_leave_what_was_known() -> None:
+    learner = ProfileLearner(EngineSpeed())
+
+    learner.note_first_tokens(1000.0, 0.5, 10**20, 5.0)
+
+    assert learner.profile == EngineSpeed()
