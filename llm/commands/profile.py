@@ -32,19 +32,21 @@ _HELP: Final = """Measure an engine, and write its profile: what mock engines, `
 
 def _check_out(_: click.Context, __: click.Parameter, path: Path) -> Path:
     """Refuse a path where no file can be written, before minutes of measurement."""
-    if not path.parent.is_dir():
+    # A link stays, whatever it leads to.
+    file = path.resolve()
+    if not file.parent.is_dir():
         raise click.BadParameter(
-            f"there is no folder {path.parent}: make it, or choose another one"
+            f"there is no folder {file.parent}: make it, or choose another one"
         )
-    is_new = not path.exists()
-    if not is_new and not path.is_file():
+    is_new = not file.exists()
+    if not is_new and not file.is_file():
         raise click.BadParameter(f"{path} is no plain file: choose another name")
     try:
-        path.open("ab").close()
+        file.open("ab").close()
     except OSError as error:
         raise click.BadParameter(f"{path} cannot be written: {error.strerror}") from None
     if is_new:
-        path.unlink()
+        file.unlink()
     return path
 
 

@@ -87,6 +87,18 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
     assert "there is no folder" in result.stderr
 
 
+def test_a_link_to_a_file_that_is_not_there_yet_stays(tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "p.json")
+
+    # There is no such model.
+    result = measured(tmp_path, "--out", str(link))
+
+    assert result.exit_code != 0
+    assert [one.name for one in tmp_path.iterdir()] == ["link.json"]
+    assert link.is_symlink()
+
+
 def test_a_check_that_leaves_the_profile_throws_no_measurement_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
