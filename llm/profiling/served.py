@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Final
 
@@ -64,16 +64,15 @@ class ServedBench:
         """Send each request when the step has begun before which it comes, or all before ended."""
         served: list[ServedRequest] = []
         self._step, self._in_step = 0, set()
-        wanted = 0
         async with task_group() as tasks:
             for step, prompt, output in sorted(batch.arrivals):
-                while self._step < step and sum(len(one.tokens) for one in served) < wanted:
+                while self._step < step and not all(one.is_over for one in served):
                     self._news = anyio.Event()
                     await self._news.wait()
                 tokens = self._random.integers(0, VOCABULARY, prompt).tolist()
                 served.append(ServedRequest(plain_request(tokens, output)))
                 tasks.start_soon(self._answer, len(served) - 1, served[-1])
-                wanted += output
+        _check_tokens(served)
         return served
 
     async def _answer(self, number: int, served: ServedRequest) -> None:
@@ -86,6 +85,8 @@ class ServedBench:
                 self._in_step.clear()
             self._in_step.add(number)
             self._news.set()
+        served.is_over = True
+        self._news.set()
 
     async def serve(
         self,
@@ -104,6 +105,7 @@ class ServedBench:
                 request = plain_request(prompts[one.id], one.output_tokens)
                 served.append(ServedRequest(request))
                 tasks.start_soon(self._answer, number, served[-1])
+        _check_tokens(served)
         return Times.of(
             [
                 ReplayedRequest(
@@ -116,6 +118,21 @@ class ServedBench:
                 for one in served
             ]
         )
+
+
+def _check_tokens(served: Sequence[ServedRequest]) -> None:
+    """Pass if each request had as many tokens as were asked for.
+
+    Raises:
+        ValueError: one had not.
+    """
+    for one in served:
+        wanted, made = one.request.max_tokens, len(one.tokens)
+        if made != wanted:
+            raise ValueError(
+                f"the engine made {made} tokens of {wanted} for a request: it has to make as many "
+                "as are asked for, whatever they are (min_tokens, ignore_eos)"
+            )
 
 
 async def open_served_bench(

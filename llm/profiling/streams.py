@@ -37,11 +37,13 @@ class ServedRequest:
     Attributes:
         sent: when it was.
         tokens: when each token of its output came.
+        is_over: whether its stream has ended.
     """
 
     request: GenerateRequest
     sent: float = 0.0
     tokens: list[float] = field(default_factory=list[float])
+    is_over: bool = False
 
 
 @dataclass(slots=True)
