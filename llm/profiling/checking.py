@@ -24,7 +24,11 @@ P99_GOAL: Final = 0.20
 
 
 def error_of(predicted: Times, measured: Times, load: float) -> HeldOutError:
-    """The relative error of the times that a simulation says."""
+    """The relative error of the times that a simulation says.
+
+    Raises:
+        ValueError: what was measured took no time.
+    """
     return HeldOutError(
         len(measured.ttft),
         load,
@@ -36,6 +40,11 @@ def error_of(predicted: Times, measured: Times, load: float) -> HeldOutError:
 
 
 def _error(predicted: float | np.floating, measured: float | np.floating) -> float:
+    if not measured > 0.0:
+        raise ValueError(
+            "tokens of the requests that are held out came at once, in no time: no error of that "
+            "can be told"
+        )
     return float(predicted) / float(measured) - 1.0
 
 
@@ -70,7 +79,7 @@ async def check_profile(
 
     Raises:
         OutsideProfile: the traffic has steps that the profile was not fitted to.
-        ValueError: no request of it has two tokens.
+        ValueError: no request of it has two tokens, or tokens came in no time.
     """
     config = MockConfig(**profile.size(), timing=profile.timing())
     simulation = Simulation(1, config)

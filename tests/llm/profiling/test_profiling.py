@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from tests.llm.profiles import made_profile
 
@@ -26,6 +27,8 @@ from dynbus.llm.profiling import (
     with_vocabulary,
 )
 from dynbus.llm.profiling.batches import batch_sizes, batches_for
+from dynbus.llm.profiling.bench import Times
+from dynbus.llm.profiling.checking import error_of
 from dynbus.llm.replay import Trace
 
 SHAPE = TrafficShape(prompt_tokens=60.0, output_tokens=12.0, longest=500)
@@ -169,3 +172,11 @@ def test_prompts_of_a_small_vocabulary_share_what_they_shared() -> None:
     }
     assert [[renamed[one] for one in old] for old in before] == after
     assert len(set(renamed.values())) == len(renamed)
+
+
+def test_of_tokens_that_came_in_no_time_no_error_is_told() -> None:
+    times = Times(np.array([0.1, 0.2]), np.array([0.01, 0.02]))
+    at_once = Times(np.array([0.1, 0.2]), np.array([0.0, 0.0]))
+
+    with pytest.raises(ValueError, match="came at once, in no time"):
+        error_of(times, at_once, 0.5)
