@@ -38,7 +38,7 @@ SUMS: Final = (
 PRESENT: Final = ("running", "waiting", "block_size", "kv_blocks", "kv_blocks_used", "slots")
 """Those that say how it is now."""
 MOST_FIGURE: Final = 1e15
-"""What is beyond is none that an engine tells."""
+"""The most that an engine tells; what is beyond is no figure."""
 MOST_GONE: Final = 1024
 """Instances of a pool that do not answer, or are not there, of which it is remembered what they
 had counted: they may be back, and count on."""
