@@ -71,7 +71,8 @@ async def test_decisions_that_were_recorded_come_out_the_same_elsewhere(
             record, "save", str(path), "--namespace", "llm", "--nats", own_server.url
         )
         nothing = await invoke(
-            record, "save", str(path), "--namespace", "none", "--nats", own_server.url
+            *(record, "save", str(tmp_path / "b.flight")),
+            *("--namespace", "none", "--nats", own_server.url),
         )
 
     same = await invoke(replay, str(path), "--json")
