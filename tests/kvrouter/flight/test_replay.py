@@ -17,7 +17,8 @@ from tests.kvrouter.routing.routing_fixtures import At, HandIndex, profile, requ
 from tests.kvrouter.routing.worker import Worker, prompt, start, where
 
 from dynbus import DynbusError, call_options
-from dynbus.bus.flight.records import Entry, decode_message, encode_records, entries_of
+from dynbus.bus.flight import SAMPLED as SAMPLED_EVENT
+from dynbus.bus.flight.records import Entry, Event, decode_message, encode_records, entries_of
 from dynbus.kvrouter.flight.replay import (
     BEFORE,
     NO_POLICY,
@@ -27,10 +28,6 @@ from dynbus.kvrouter.flight.replay import (
     Replay,
     Replayed,
 )
-from dynbus import DynbusError
-from dynbus.bus.flight import SAMPLED as SAMPLED_EVENT
-from dynbus.bus.flight.records import Entry, Event, decode_message, encode_records, entries_of
-from dynbus.kvrouter.flight.replay import BEFORE, NO_POLICY, SAMPLED, UNKNOWN, Replay, Replayed
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.decision import Decision
