@@ -222,6 +222,13 @@ def _brief(text: str) -> str:
     return repr(text[:80])
 
 
+class NoAnswer(msgspec.Struct, frozen=True):
+    """The reason for which a line has no answer."""
+
+    code: str
+    message: str
+
+
 class Answer(msgspec.Struct, frozen=True):
     """The answer to a line.
 
@@ -229,24 +236,19 @@ class Answer(msgspec.Struct, frozen=True):
         status: of HTTP, that the front end would have answered with.
         body: JSON.
         used: for it; None for a refusal.
+        stopped: why it was not asked, where its batch had ended by then.
     """
 
     status: int
     request_id: str
     body: msgspec.Raw
     used: UsageEntry | None = None
+    stopped: NoAnswer | None = None
 
     @property
     def is_well(self) -> bool:
         """True if the request was carried out."""
         return self.status == 200
-
-
-class NoAnswer(msgspec.Struct, frozen=True):
-    """The reason for which a line has no answer."""
-
-    code: str
-    message: str
 
 
 def told_line(name: str, custom_id: str, answer: Answer | NoAnswer) -> bytes:

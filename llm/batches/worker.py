@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -58,7 +58,8 @@ from .lines import (
     read_line,
     told_line,
 )
-from .records import KEPT, OUTPUT, Batch, Status, StoredFile, StoredPart, Written
+from .looks import LOOK_INTERVAL, BatchLooks
+from .records import KEPT, OUTPUT, Batch, StoredFile, StoredPart, Written
 from .store import BatchStore, StorageFull, batch_grants
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,6 @@ TRIES: Final = 10_000
 """More than the window of a batch has room for: the window alone ends the tries of a line."""
 RESULTS_KEPT: Final = 6 * 3600.0
 """Seconds for which the answer to a line is kept; those of a chunk are stored with it before."""
-LOOK_INTERVAL: Final = 1.0
-"""Seconds between two looks at whether a batch is cancelled, or its time over."""
 RETRY_DELAY: Final = 0.25
 ROOM_PATIENCE: Final = 600.0
 """Seconds for which a batch waits for room for its answers. What other batches have written may be
@@ -208,6 +207,7 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
             self._asker = LineAsker(models)
             self._counts = await exits.enter_async_context(SharedCounts(self.runtime))
             self._store = BatchStore(self.runtime.bus.data.jetstream)
+            self._looks = BatchLooks(self._store)
             await self._store.ensure()
             self._exits = exits.pop_all()
         # A bucket may have gibibytes, and lines do not wait for it.
@@ -242,13 +242,16 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
     async def line(self, line: LineName) -> Answer:
         """The answer to a line."""
         async with self._places:
+            tenant = context().tenant
+            stopped = await self._looks.reason_to_stop(tenant, line.batch)
+            if stopped is not None:
+                return _unasked(line, stopped)
             try:
                 data = (await self._store.lines(line.file, line.part))[line.index]
             except NoObject:
                 gone = BadRequest("the input file is not there any more", status=404)
                 return Answer(404, line.request, msgspec.Raw(error_body(gone, line.request)))
             body = bytes(read_line(data).body)
-            tenant = context().tenant
             quotas = quotas_of(tenant, line.limits, line.key_id, line.key_limits)
             # `models` was checked when the file was.
             counts = tenant and any(
@@ -287,7 +290,7 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
         if checked.errors or file is None:
             return await self._change(name, lambda one: one.refused(checked.errors, _now()))
         await self._change(name, lambda one: one.begun(checked.total, _now()))
-        run = BatchRun(self.runtime, store, batch, file)
+        run = BatchRun(self.runtime, store, self._looks, batch, file)
         done: list[Done] | None = None
         try:
             async with run.watching():
@@ -329,10 +332,18 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
 class BatchRun:
     """One try of a batch whose file is valid."""
 
-    def __init__(self, runtime: Runtime, store: BatchStore, batch: Batch, file: StoredFile) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        store: BatchStore,
+        looks: BatchLooks,
+        batch: Batch,
+        file: StoredFile,
+    ) -> None:
         self._runtime = runtime
         self._worker = runtime.client(BatchWorker)
         self._store = store
+        self._looks = looks
         self._batch = batch
         self._file = file
         self._open: set[JobHandle[Answer]] = set()
@@ -364,22 +375,12 @@ class BatchRun:
 
     async def _look(self) -> None:
         if self._stopped is None:
-            self._stopped = await self._reason_to_stop()
+            self._stopped = await self._looks.look(self._batch.tenant, self._batch.id)
         if self._stopped is not None:
-            for job in list(self._open):
-                with suppress(NoJob):
-                    await job.cancel()
-
-    async def _reason_to_stop(self) -> NoAnswer | None:
-        batch = await self._store.batch(self._batch.tenant, self._batch.id)
-        if batch is None or batch.status is Status.CANCELLING:
-            return NoAnswer("batch_cancelled", "the batch was cancelled before this was done")
-        if unix_time() >= batch.expires_at:
-            return NoAnswer(
-                "batch_expired",
-                f"this was not done within the completion window, {batch.completion_window}",
-            )
-        return None
+            # All at once: a cancel takes some answers of the server.
+            async with anyio.create_task_group() as tasks:
+                for job in list(self._open):
+                    tasks.start_soon(_cancel, job)
 
     # Lines -------------------------------------------------------------------------------------
 
@@ -525,7 +526,12 @@ class BatchRun:
             if self._stopped is not None:
                 # Who was stopped meanwhile has not cancelled it.
                 await job.cancel()
-            return await job.result()
+            answer = await job.result()
+            if answer.stopped is None:
+                return answer
+            # Its worker has looked before this one.
+            self._stopped = answer.stopped
+            return answer.stopped
         except Cancelled:
             return self._stopped or NoAnswer("request_cancelled", "an operator cancelled it")
         except (NoJob, Overloaded, Unavailable):
@@ -569,6 +575,22 @@ class BatchRun:
             record = UsageRecord(batch.tenant, models)
             await store(self._runtime.bus.data.jetstream, subject, record)
         return functools.reduce(Tokens.more, (one.tokens for one in models), Tokens())
+
+
+async def _cancel(job: JobHandle[Answer]) -> None:
+    try:
+        await job.cancel()
+    except NoJob:
+        pass
+    except DynbusError as error:
+        logger.info("%s is cancelled at the next look: %s", job.id, error)
+
+
+def _unasked(line: LineName, why: NoAnswer) -> Answer:
+    """The answer to a line that is not asked any more."""
+    refusal = BadRequest(why.message, status=499, reason=why.code)
+    body = msgspec.Raw(error_body(refusal, line.request))
+    return Answer(499, line.request, body, stopped=why)
 
 
 def _missing() -> LineError:

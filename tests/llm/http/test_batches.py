@@ -18,8 +18,9 @@ from openai import AsyncOpenAI
 from tests.conditions import eventually
 from tests.llm.media.samples import digest, image, png
 
+from dynbus.actors.calling.jobs import JobQueue
 from dynbus.bus.records.objects import ObjectBucket, ObjectStore
-from dynbus.llm.batches import asking, service, store, worker
+from dynbus.llm.batches import asking, looks, service, store, worker
 from dynbus.llm.batches.lines import LineChecker
 from dynbus.llm.batches.store import FILES
 from dynbus.llm.http.batches import MAX_FORM, Form
@@ -276,6 +277,57 @@ async def test_a_batch_that_is_cancelled_keeps_what_it_has() -> None:
     assert [one["custom_id"] for one in output] == ["quick"]
     assert [one["error"]["code"] for one in errors] == ["batch_cancelled"] * 3
     assert batch.request_counts.to_dict() == {"total": 4, "completed": 1, "failed": 3}
+
+
+async def test_no_line_begins_once_a_worker_has_looked_at_a_batch_that_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def looks_away(_: worker.BatchRun) -> None:
+        """What runs the batch does not look: its lines do."""
+
+    monkeypatch.setattr(worker.BatchRun, "_look", looks_away)
+    monkeypatch.setattr(looks, "LOOK_INTERVAL", 0.0)
+    lines = [line("first", "slowly " + "word " * 60)]
+    lines += [line(f"later-{number}", "say it") for number in range(40)]
+    async with asked(batch_concurrency=1) as (front, client):
+        batch = await begun(client, as_file(lines))
+        await eventually(lambda: front.engine.running == 1, what="its first line is asked")
+        await client.batches.cancel(batch.id)
+        batch = await ended(client, batch)
+        errors = await told(client, batch.error_file_id)
+        requests = front.engine.requests
+
+    assert batch.status == "cancelled"
+    assert len(requests) == 1
+    assert [one["error"]["code"] for one in errors] == ["batch_cancelled"] * 40
+
+
+async def test_the_lines_of_a_batch_are_cancelled_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cancel = JobQueue.cancel
+    begun_by_now: set[str] = set()
+    most = 0
+
+    async def counted(jobs: JobQueue, name: str) -> bool:
+        nonlocal most
+        begun_by_now.add(name)
+        # Whatever begins in the same turn of the loop has begun after it.
+        await asyncio.sleep(0)
+        most = max(most, len(begun_by_now))
+        try:
+            return await cancel(jobs, name)
+        finally:
+            begun_by_now.discard(name)
+
+    async with asked() as (front, client):
+        batch = await begun(client, as_file([line(f"{one}", "silent") for one in range(3)]))
+        await eventually(lambda: front.engine.running == 3, what="its lines are asked")
+        monkeypatch.setattr(JobQueue, "cancel", counted)
+        await client.batches.cancel(batch.id)
+        batch = await ended(client, batch)
+
+    assert (batch.status, most) == ("cancelled", 3)
 
 
 async def test_batches_that_are_made_at_the_same_time_are_held_to_their_number(
