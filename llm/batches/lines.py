@@ -106,7 +106,7 @@ class LineError(msgspec.Struct, frozen=True, kw_only=True):
     """An error of an input file, as OpenAI's API tells it.
 
     Attributes:
-        line: its number, from 1, not counting empty lines; None for the file as a whole.
+        line: its number, from 1, as an editor counts; None for the file as a whole.
     """
 
     code: str
@@ -125,14 +125,14 @@ def read_line(data: bytes) -> LineRequest:
 
 
 class LineChecker:
-    """Checks the lines of an input file in their order.
+    """Checks the lines of an input file in their order, but those that are empty.
 
     Args:
         endpoint: that all of them must ask for.
         models: those that they may ask; None for all.
 
     Attributes:
-        total: lines so far.
+        total: requests so far.
         errors: of them, the first `MAX_ERRORS`.
     """
 
@@ -142,9 +142,20 @@ class LineChecker:
         self.errors: list[LineError] = []
         self._endpoint = endpoint
         self._ids: set[str] = set()
+        self._number = 0
 
     def add(self, data: bytes) -> None:
-        """Check the next line."""
+        """Check the next lines, all of which are whole."""
+        rows = data.split(b"\n")
+        if not rows[-1]:
+            # The last one has its end.
+            rows.pop()
+        for row in rows:
+            self._number += 1
+            if row.strip():
+                self._add(row)
+
+    def _add(self, data: bytes) -> None:
         self.total += 1
         if self.total > MAX_LINES:
             if self.total == MAX_LINES + 1:
@@ -213,7 +224,7 @@ class LineChecker:
 
     def _refuse(self, code: str, message: str, param: str | None = None) -> None:
         if len(self.errors) < MAX_ERRORS:
-            error = LineError(code=code, message=message, line=self.total, param=param)
+            error = LineError(code=code, message=message, line=self._number, param=param)
             self.errors.append(error)
 
 

@@ -320,9 +320,8 @@ class BatchWorker(Actor, namespace=WORKERS.namespace, component=WORKERS.componen
             return Checked(0, [_missing()])
         checker = LineChecker(batch.endpoint, batch.models)
         try:
-            for part in file.parts:
-                for data in await self._store.lines(file.id, part.number):
-                    checker.add(data)
+            async for data in self._store.content(file):
+                checker.add(data)
         except NoObject:
             return Checked(0, [_missing()])
         checker.end()

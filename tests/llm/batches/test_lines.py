@@ -87,6 +87,16 @@ def test_a_line_that_is_no_request_is_an_error(data: bytes, code: str, param: st
     assert (error.line, error.code, error.param) == (2, code, param)
 
 
+def test_lines_are_numbered_as_an_editor_numbers_them() -> None:
+    checker = LineChecker(CHAT)
+
+    checker.add(b"\n" + line() + b"\n  \r\n" + line() + b"\n\n")
+    checker.add(b"\n{")
+
+    assert [error.line for error in checker.errors] == [4, 7]
+    assert checker.total == 3
+
+
 def test_errors_tell_the_beginning_of_what_a_client_wrote() -> None:
     checker = LineChecker(CHAT, ["tiny"])
     long = "\U000e0001" * 400

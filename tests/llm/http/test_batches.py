@@ -235,14 +235,14 @@ async def test_what_a_batch_has_used_is_told_and_counted_for_its_tenant(
 
 
 async def test_a_file_that_is_not_valid_fails_its_batch_with_the_lines() -> None:
-    data = as_file([line("a", "say a"), line("a", "say b")]) + b"nonsense\n"
+    data = as_file([line("a", "say a"), line("a", "say b")]) + b"\nnonsense\n"
     async with asked() as (front, client):
         batch = await ended(client, await begun(client, data))
         requests = front.engine.requests
 
     assert batch.status == "failed"
     errors = [(one.line, one.code, one.param) for one in batch.errors.data]
-    assert errors == [(2, "duplicate_custom_id", "custom_id"), (3, "invalid_json_line", None)]
+    assert errors == [(2, "duplicate_custom_id", "custom_id"), (4, "invalid_json_line", None)]
     assert (batch.output_file_id, requests) == (None, [])
 
 
