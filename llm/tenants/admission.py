@@ -4,7 +4,7 @@ known."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from dynbus import PermissionDenied
@@ -32,6 +32,9 @@ BYTES_OF_TOKEN: Final = 4
 _REQUEST: Final = "request"
 _TOKENS: Final = "tokens"
 _STREAM: Final = "stream"
+
+_REQUESTS: Final = (REQUESTS,)
+_TOKEN_LIMITS: Final = (PROMPT, COMPLETION)
 
 
 class _Part:
@@ -177,7 +180,11 @@ class Admission:
         except RateLimited as error:
             for part in self._parts:
                 part.settle(what, {})
-            error.headers = {**self.headers, **self.token_headers, **error.headers}
+            error.headers = {
+                **self._headers_of("requests", _REQUESTS, Purse.available),
+                **self._headers_of("tokens", _TOKEN_LIMITS, Purse.available),
+                **error.headers,
+            }
             raise
 
     def leave(self) -> None:
@@ -208,16 +215,21 @@ class Admission:
     @property
     def headers(self) -> dict[str, str]:
         """The headers of an answer that tell of the requests that are left, as OpenAI has them."""
-        return self._headers_of("requests", (REQUESTS,))
+        return self._headers_of("requests", _REQUESTS)
 
     @property
     def token_headers(self) -> dict[str, str]:
         """Those that tell of tokens, by that limit of which the least part is left."""
-        return self._headers_of("tokens", (PROMPT, COMPLETION))
+        return self._headers_of("tokens", _TOKEN_LIMITS)
 
-    def _headers_of(self, what: str, names: Sequence[str]) -> dict[str, str]:
+    def _headers_of(
+        self,
+        what: str,
+        names: Sequence[str],
+        left_of: Callable[[Purse, str], int] = Purse.remaining,
+    ) -> dict[str, str]:
         known = [
-            (purse.remaining(name), purse.limits[name], name, purse)
+            (left_of(purse, name), purse.limits[name], name, purse)
             for purse in (part.purse for part in self._parts)
             for name in names
             if name in purse.limits

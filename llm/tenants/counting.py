@@ -60,6 +60,10 @@ IDLE_SECONDS: Final = 30.0
 TRIES: Final = 16
 """Writes of a ledger that other front ends may change at the same time."""
 
+QUESTIONS: Final = 3
+"""Questions for one request, where what it was to be given goes to others that came meanwhile, or
+is of a minute that has ended."""
+
 AT_A_TIME: Final = 8
 """Ledgers that are told at a time."""
 
@@ -161,7 +165,9 @@ class SharedCounts(Openable):
         async with account.asking:
             # The request that asked before may have been given enough for this one too.
             taken = purse.take(amounts, self.now())
-            if taken is None and purse.may_ask(amounts, self.now()):
+            for _ in range(QUESTIONS):
+                if taken is not None or not purse.may_ask(amounts, self.now()):
+                    break
                 await self._ask(name, account, purse.state(amounts, self.now()))
                 taken = purse.take(amounts, self.now())
         if taken is None:
@@ -299,7 +305,7 @@ def refusal(shortages: list[Shortage], whose: str) -> RateLimited:
     worst = max(shortages, key=lambda one: (one.is_final, one.retry_after), default=None)
     if worst is None:
         return RateLimited(f"the limits of {whose} are reached: ask again", retry_after=1.0)
-    name, limit, left, after, amount = worst
+    name, limit, left, after, amount, elsewhere = worst
     bound, takes = f"the limit {name}={limit} of {whose}", f"this request takes {amount}"
     remedy = _REMEDIES.get(name, "")
     if worst.is_final:
@@ -307,7 +313,10 @@ def refusal(shortages: list[Shortage], whose: str) -> RateLimited:
         message = f"{takes}, and {bound} never leaves so much: {ways}"
     else:
         ways = f"ask again in {math.ceil(after)} s" + (f", or {remedy}" if remedy else "")
-        message = f"{bound} leaves {left}, and {takes}: {ways}"
+        why = f"{bound} leaves {left}, and {takes}"
+        if amount <= left + elsewhere:
+            why += "; other front ends have more of it, or may have used that"
+        message = f"{why}: {ways}"
     return RateLimited(
         message,
         retry_after=after,

@@ -33,9 +33,10 @@ class Shortage(NamedTuple):
 
     Attributes:
         limit: its number.
-        left: what there is of it.
+        left: what can be had of it here now.
         retry_after: seconds until there may be more.
         amount: that is needed.
+        elsewhere: what other front ends have of it, and have not said that they used.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Shortage(NamedTuple):
     left: int
     retry_after: float
     amount: int
+    elsewhere: int
 
     @property
     def is_final(self) -> bool:
@@ -175,12 +177,18 @@ class Purse:
         ]
 
     def _shortage(self, name: str, amount: int, now: float) -> Shortage:
-        left = self.remaining(name)
+        left = self.available(name)
+        elsewhere = self.remaining(name) - left
         after = end_of(name, self._window) - now
         # What others have and do not use, or what runs, may be given back at any time.
-        if amount <= left or name in HELD:
+        if amount <= left + elsewhere or name in HELD:
             after = min(after, LOOK_AGAIN)
-        return Shortage(name, self.limits[name], left, after, amount)
+        return Shortage(name, self.limits[name], left, after, amount, elsewhere)
+
+    def available(self, name: str) -> int:
+        """The amount of a limit that can be had here now, as far as is known."""
+        own = self._allowed(name) - self._used.get(name, 0)
+        return max(0, own + (0 if self.is_cut_off else self._room.get(name, 0)))
 
     def remaining(self, name: str) -> int:
         """The amount of a limit that no front end has used, as far as is known here."""
@@ -209,7 +217,8 @@ class Purse:
     def may_ask(self, needs: Mapping[str, int], now: float) -> bool:
         """True if the ledger may have more for amounts than is known here."""
         return not self.is_cut_off and all(
-            now - self._refused_at.get(one.name, -LOOK_AGAIN) >= LOOK_AGAIN
+            one.amount <= one.left
+            or now - self._refused_at.get(one.name, -LOOK_AGAIN) >= LOOK_AGAIN
             for one in self.shortages(needs, now)
         )
 
@@ -263,8 +272,10 @@ class Purse:
         self._others = {name: amount for name, amount in part.others.items() if name not in over}
         self._known_at = now
         self._turns_at = min((self._window.minute + 1) * MINUTE, now + LEASE_SECONDS)
+        # What it had, and needs beyond that, was of the window in which it spoke.
+        over = ended_between(said.window, part.window)
         for name, need in said.needs.items():
-            if part.has.get(name, 0) - said.keeps.get(name, 0) < need:
+            if name not in over and part.has.get(name, 0) - said.keeps.get(name, 0) < need:
                 self._refused_at[name] = now
 
     def _set_used(self, name: str, amount: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 from tests.conditions import eventually
@@ -12,9 +13,10 @@ from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.llm.answers import Usage
 from dynbus.llm.openai.errors import RateLimited
+from dynbus.llm.tenants import ledger, purse
 from dynbus.llm.tenants.admission import Admission
 from dynbus.llm.tenants.counting import COUNTS_STREAM, SharedCounts, count_subject
-from dynbus.llm.tenants.ledger import LEASE_SECONDS
+from dynbus.llm.tenants.ledger import LEASE_SECONDS, window_of
 from dynbus.llm.tenants.limits import (
     BUDGET,
     REQUESTS,
@@ -24,6 +26,7 @@ from dynbus.llm.tenants.limits import (
     key_quota,
     tenant_quota,
 )
+from dynbus.testing import TestKit
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_window")]
 
@@ -136,6 +139,48 @@ async def test_a_request_takes_of_its_key_and_its_tenant_or_of_neither(
     }
     assert full.value.headers["x-ratelimit-remaining-requests"] == "0"
     assert full.value.headers["x-ratelimit-limit-requests"] == "3"
+
+
+class TurningCounts(SharedCounts):
+    """Counts of a front end for which a minute ends while the ledger is asked the first time."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self.at = 90.0
+
+    def now(self) -> float:
+        """The time that has come."""
+        return self.at
+
+    async def _write(self, *asked: Any) -> None:
+        await super()._write(*asked)
+        self.at = 121.0
+
+
+async def test_a_request_that_comes_at_the_turn_of_a_minute_is_granted_what_the_next_one_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (ledger, purse):
+        monkeypatch.setattr(module, "window_of", window_of)
+    async with TestKit() as kit:
+        counts = TurningCounts(kit.caller)
+
+        assert await take(counts, Limits(requests_per_minute=300), REQUESTS)
+
+
+async def test_a_refusal_tells_as_left_what_can_be_had_now(own_server: RunningServer) -> None:
+    limits = tenant_quota("ada", Limits(requests_per_minute=5))
+    refused: RateLimited | None = None
+    async with counting(own_server, 2) as fronts:
+        for turn in range(6):
+            try:
+                await Admission(fronts[turn % 2], limits).enter()
+            except RateLimited as error:
+                refused = error
+
+    assert refused is not None
+    assert "leaves 0, and this request takes 1" in refused.message
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
 
 
 async def test_requests_take_few_round_trips(own_server: RunningServer) -> None:

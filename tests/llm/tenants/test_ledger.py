@@ -127,8 +127,23 @@ def test_a_refusal_is_brief_while_others_have_something_unused() -> None:
 
     (short,) = bus.purses["1"].shortages({REQUESTS: 1}, bus.now)
 
-    assert short.left > 0
+    # What cannot be had now is not told as left.
+    assert (short.left, short.elsewhere > 0) == (0, True)
     assert short.retry_after == LOOK_AGAIN
+
+
+def test_a_minute_that_turns_while_the_ledger_is_asked_is_no_refusal() -> None:
+    bus = Bus({REQUESTS: 8}, 1)
+    while bus.take("0", {REQUESTS: 1}):
+        pass
+    purse = bus.purses["0"]
+    said = purse.state({REQUESTS: 1}, bus.now)
+    bus.now += 60
+
+    bus.ledger, part = bus.ledger.settle(purse.limits, "0", said, bus.now)
+    purse.accept(said, part, bus.now)
+
+    assert [bus.take("0", {REQUESTS: 1}) for _ in range(9)] == [True] * 8 + [False]
 
 
 def test_what_a_killed_front_end_had_comes_back_after_its_lease() -> None:

@@ -91,7 +91,7 @@ def test_a_line_with_a_mistake_is_refused_without_its_key(
 
 @pytest.mark.parametrize("after", [0.2, 1.0, 12.4, 60.3])
 def test_no_client_is_told_to_ask_again_too_early(after: float) -> None:
-    error = refusal([Shortage("requests_per_minute", 2, 0, after, 1)], "this key")
+    error = refusal([Shortage("requests_per_minute", 2, 0, after, 1, 0)], "this key")
     told = re.search(r"ask again in (\d+) s", str(error))
 
     assert told is not None
