@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import IO, Final, NamedTuple
 
@@ -12,7 +13,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from dynbus import ConfigError, Runtime
+from dynbus import ConfigError, NoInstances, Runtime
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.openai.errors import BadRequest
@@ -23,6 +24,8 @@ from .records import Batch, BatchRequest, Status, check_endpoint, seconds_of_win
 from .service import Batches, NotThere
 from .store import MAX_UPLOADED
 from .worker import BatchWorker
+
+logger = logging.getLogger(__name__)
 
 DIGEST: Final = "dynbus.file"
 """The metadata by which a run finds the batch that an earlier one has begun."""
@@ -93,7 +96,7 @@ async def run_file(runtime: Runtime, run: FileRun, tell: Callable[[Batch, str], 
     Raises:
         ConfigError: the file cannot be read, or changes meanwhile, or another run of it has taken
             what came of it.
-        NoInstances: a model that lines name is not served.
+        NoInstances: none of the models that lines name is served.
     """
     read = await _read_through(run)
     batches = Batches(runtime)
@@ -133,8 +136,10 @@ async def run_file(runtime: Runtime, run: FileRun, tell: Callable[[Batch, str], 
 
 
 class _Read(NamedTuple):
+    """A file that was read through: what it is, and the first line of each model that it names."""
+
     digest: str
-    models: set[str]
+    models: dict[str, int]
 
 
 class _Body(msgspec.Struct):
@@ -146,10 +151,12 @@ class _Line(msgspec.Struct):
 
 
 async def _read_through(run: FileRun) -> _Read:
-    """Read all of the file once: what it is, and the models that it names."""
+    """Read all of the file once."""
     digest = hashlib.sha256(_asked_of(run))
-    models: set[str] = set()
+    models: dict[str, int] = {}
+    number = 0
     async for line in _lines(run):
+        number += 1
         digest.update(line)
         try:
             named = msgspec.json.decode(line, type=_Line).body.model
@@ -157,7 +164,7 @@ async def _read_through(run: FileRun) -> _Read:
             # The batch tells of lines that are none.
             continue
         if named:
-            models.add(named)
+            models.setdefault(named, number)
     return _Read(digest.hexdigest(), models)
 
 
@@ -231,11 +238,36 @@ async def _begun_before(batches: Batches, digest: str) -> Batch | None:
     return None
 
 
-async def _wait_for_models(runtime: Runtime, models: set[str], run: FileRun) -> None:
-    async with Catalog(runtime) as catalog:
-        with anyio.CancelScope(deadline=anyio.current_time() + run.wait + 1.0):
-            for model in sorted(models):
-                await catalog.wait_for(model, _WANTED[run.endpoint], timeout=run.wait)
+async def _wait_for_models(runtime: Runtime, models: Mapping[str, int], run: FileRun) -> None:
+    """Wait for the models of a file. Lines of those that are not there become errors of the batch.
+
+    Args:
+        models: with the first line of each.
+
+    Raises:
+        NoInstances: none of them is there.
+    """
+    missing: dict[str, NoInstances] = {}
+
+    async def wait_for(catalog: Catalog, model: str) -> None:
+        try:
+            await catalog.wait_for(model, _WANTED[run.endpoint], timeout=run.wait)
+        except NoInstances as error:
+            missing[model] = error
+
+    async with Catalog(runtime) as catalog, anyio.create_task_group() as tasks:
+        for model in models:
+            tasks.start_soon(wait_for, catalog, model)
+    for model, number in models.items():
+        if model not in missing:
+            continue
+        place = f"{run.file}, line {number}"
+        if len(missing) == len(models):
+            raise NoInstances(
+                f"{place}: {missing[model].message}: start a worker of it, or name one of those "
+                "that `dynbus models` lists"
+            )
+        logger.warning("%s: %s; the lines that ask it are errors", place, missing[model].message)
 
 
 async def _write(batches: Batches, name: str | None, path: Path) -> None:

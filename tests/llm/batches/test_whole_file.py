@@ -12,12 +12,13 @@ from typing import Any, BinaryIO, cast
 import pytest
 from tests.llm.http.served import CARDS, served
 
-from dynbus import ConfigError, Runtime, Unavailable
+from dynbus import ConfigError, NoInstances, Runtime, Unavailable
 from dynbus.llm.batches import whole_file
 from dynbus.llm.batches.records import Batch
 from dynbus.llm.batches.service import Batches
 from dynbus.llm.batches.store import BatchStore
 from dynbus.llm.batches.whole_file import FileRun, run_file
+from dynbus.llm.models.card import ModelType
 
 pytestmark = pytest.mark.anyio
 
@@ -75,7 +76,42 @@ async def test_lines_that_cannot_be_read_are_left_to_the_batch(
 
     read = await whole_file._read_through(run)  # pyright: ignore[reportPrivateUsage]
 
-    assert read.models == set()
+    assert read.models == {}
+
+
+class CatalogOfTiny:
+    """A catalog in which the model tiny is served."""
+
+    def __init__(self, _: Runtime) -> None:
+        pass
+
+    async def __aenter__(self) -> CatalogOfTiny:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def wait_for(self, name: str, _: ModelType, *, timeout: float) -> None:
+        """Nothing, for a model that is there."""
+        if name != "tiny":
+            raise NoInstances(f"no instance serves the model {name!r} within {timeout:g} s")
+
+
+async def test_a_model_that_nobody_serves_ends_a_run_where_no_other_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(whole_file, "Catalog", CatalogOfTiny)
+    run = run_of(tmp_path)
+    run.file.write_bytes(b'\n{"body":{"model":"nope"}}\n{"body":{"model":"nope"}}\n')
+    nobody = cast("Runtime", None)
+    wait_for_models = whole_file._wait_for_models  # pyright: ignore[reportPrivateUsage]
+    read = await whole_file._read_through(run)  # pyright: ignore[reportPrivateUsage]
+
+    with pytest.raises(NoInstances, match=r"in.jsonl, line 2: .*'nope'.*: start a worker of it"):
+        await wait_for_models(nobody, read.models, run)
+    await wait_for_models(nobody, {**read.models, "tiny": 4}, run)
+
+    assert "line 2: no instance serves the model 'nope' within 10 s" in caplog.text
 
 
 def test_an_output_without_a_folder_is_refused(tmp_path: Path) -> None:
