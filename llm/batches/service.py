@@ -11,7 +11,7 @@ from dynbus.llm.tenants.limits import NO_LIMITS, Limits
 from dynbus.spi import random_id, unix_time
 
 from .records import OUTPUT, Batch, BatchRequest, Status, StoredFile, seconds_of_window
-from .store import BatchStore
+from .store import RETRY_FOR, BatchStore, reaching
 from .worker import BatchName, BatchWorker
 
 MAX_OPEN: Final = 64
@@ -29,10 +29,14 @@ class NotThere(DynbusError):
 
 
 class Batches:
-    """Files and batches, as the clients of a runtime ask for them. A tenant sees its own alone."""
+    """Files and batches, as the clients of a runtime ask for them. A tenant sees its own alone.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.store = BatchStore(runtime.bus.data.jetstream)
+    Args:
+        patience: see `BatchStore`.
+    """
+
+    def __init__(self, runtime: Runtime, *, patience: float = RETRY_FOR) -> None:
+        self.store = BatchStore(runtime.bus.data.jetstream, patience=patience)
         self._worker = runtime.client(BatchWorker)
 
     def __repr__(self) -> str:
@@ -157,7 +161,7 @@ class Batches:
 
     async def _begin(self, batch: Batch) -> None:
         metadata = {Context.TENANT_KEY: batch.tenant} if batch.tenant else {}
-        with call_options(metadata=metadata):
+        with call_options(metadata=metadata), reaching():
             await self._worker.run.submit(
                 BatchName(batch.tenant, batch.id), idempotency_key=batch.id, priority=0
             )

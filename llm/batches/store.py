@@ -8,7 +8,15 @@ from __future__ import annotations
 import base64
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Sequence,
+)
+from contextlib import contextmanager
 from typing import Final, TypeVar, get_args
 
 import anyio
@@ -53,6 +61,7 @@ BATCH: Final = "batch"
 CACHED_PARTS: Final = 16
 TRY_TIMEOUT: Final = 5.0
 RETRY_FOR: Final = 60.0
+"""Seconds for which work that nobody waits for asks a server that is away again."""
 RETRY_DELAY: Final = 0.25
 CLEANUP_TIMEOUT: Final = 10.0
 ABANDONED_AFTER: Final = 24 * 3600.0
@@ -125,15 +134,29 @@ def batch_grants() -> list[Grant]:
     ]
 
 
+@contextmanager
+def reaching() -> Generator[None]:
+    """Say of what fails for want of the server what clients understand."""
+    try:
+        yield
+    except Unavailable as error:
+        logger.debug("files and batches cannot be reached: %s", error)
+        raise Unavailable("the bus cannot be reached", started=False) from error
+
+
 class BatchStore:
     """The files and batches of all tenants. A tenant's are asked for by its name, and others are
     not there for it.
 
-    What fails for want of the server is tried again for a minute, then raises `Unavailable`.
+    What fails for want of the server is tried again, then raises `Unavailable`.
+
+    Args:
+        patience: seconds for which it is; parts of files are put and read for a minute in any case.
     """
 
-    def __init__(self, jetstream: JetStream) -> None:
+    def __init__(self, jetstream: JetStream, *, patience: float = RETRY_FOR) -> None:
         self._jetstream = jetstream
+        self._patience = patience
         self._objects = ObjectStore(jetstream, FILES)
         self._is_ready = False
         self._uploads = fairness.Shares(MAX_UPLOADED, fairness.TIMES_FREE)
@@ -148,8 +171,9 @@ class BatchStore:
     async def ensure(self) -> None:
         """Make the stream and the bucket where they are missing."""
         if not self._is_ready:
-            await self._jetstream.ensure_stream(RECORDS_STREAM)
-            await self._objects.ensure()
+            with reaching():
+                await self._jetstream.ensure_stream(RECORDS_STREAM)
+                await self._objects.ensure()
             self._is_ready = True
 
     # Files -------------------------------------------------------------------------------------
@@ -449,23 +473,29 @@ class BatchStore:
 
     async def _all(self, subject: str, kind: type[R]) -> list[R]:
         try:
-            latest = await read_latest(
-                self._jetstream, RECORDS_STREAM.name, subject, timeout=RETRY_FOR, retry=True
-            )
+            with reaching():
+                latest = await read_latest(
+                    self._jetstream,
+                    RECORDS_STREAM.name,
+                    subject,
+                    timeout=self._patience,
+                    retry=True,
+                )
         except NoStream:
             return []
         return [msgspec.json.decode(one.data, type=kind) for one in latest.values()]
 
     async def _try(self, request: Callable[[float], Awaitable[T]]) -> T:
         """The answer to a request, made again while the server is away."""
-        end = monotonic() + RETRY_FOR
-        while True:
-            try:
-                return await request(TRY_TIMEOUT)
-            except Unavailable:
-                if monotonic() + RETRY_DELAY >= end:
-                    raise
-                await anyio.sleep(RETRY_DELAY)
+        end = monotonic() + self._patience
+        with reaching():
+            while True:
+                try:
+                    return await request(min(TRY_TIMEOUT, end - monotonic()))
+                except Unavailable:
+                    if monotonic() + RETRY_DELAY >= end:
+                        raise
+                    await anyio.sleep(RETRY_DELAY)
 
 
 def _bytes_of(records: Sequence[StoredFile] | Sequence[Batch]) -> int:

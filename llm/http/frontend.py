@@ -172,7 +172,8 @@ def _batches(runtime: Runtime, shared: Shared) -> BatchExchanges:
     # Most front ends take none.
     from dynbus.llm.batches.service import Batches
 
-    return BatchExchanges(shared, Batches(runtime))
+    patience = runtime.bus.config.connect_timeout
+    return BatchExchanges(shared, Batches(runtime, patience=patience))
 
 
 def _media(settings: HttpSettings) -> MediaReader:

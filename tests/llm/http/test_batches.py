@@ -642,6 +642,27 @@ def _one_key(path: Path, limits: str) -> Path:
     return path
 
 
+async def test_a_request_while_the_bus_is_away_is_told_so_as_soon_as_a_chat() -> None:
+    async with (
+        asked(batch_concurrency=0) as (front, _),
+        # Half of what work has that nobody waits for.
+        httpx2.AsyncClient(timeout=store.RETRY_FOR / 2) as plain,
+    ):
+        front.kit.bus.stop()
+        try:
+            answers = await asyncio.gather(
+                plain.get(f"{front.url}/v1/files"),
+                plain.get(f"{front.url}/v1/batches/batch_x"),
+                plain.get(f"{front.url}/v1/batches"),
+            )
+        finally:
+            front.kit.bus.start()
+
+    assert [one.status_code for one in answers] == [503] * 3
+    messages = {one.json()["error"]["message"] for one in answers}
+    assert messages == {"the bus cannot be reached"}
+
+
 async def test_forms_that_are_none_are_refused_and_leave_nothing() -> None:
     data = as_file([line("a", "say it")])
     async with asked(max_file_bytes=2000) as (front, client), httpx2.AsyncClient() as plain:
