@@ -95,7 +95,7 @@ class BatchExchanges:
         """
         shared, place = self._shared, _place_of(path)
         request = _Request(place.name, caller, scope, receive, send)
-        status = 200
+        status, code = 200, ""
         shared.take_place(caller)
         shared.metrics.in_flight += 1
         try:
@@ -104,13 +104,20 @@ class BatchExchanges:
             status = 499
             return None
         except DynbusError as error:
-            status = status_of(error)
+            status, code = status_of(error), error.code
             raise
         finally:
             shared.metrics.in_flight -= 1
             shared.places.give_back(caller.tenant)
             shared.metrics.count(place.template, "", status)
-            logger.info("%s %s %d", scope["method"], place.template, status)
+            asked = {"method": scope["method"], "path": place.template, "status": status}
+            fields = {"request_id": caller.request_id}
+            if caller.tenant:
+                fields["tenant"] = caller.tenant
+            if code:
+                fields["error"] = code
+            text = " ".join(f"{name}={value}" for name, value in fields.items())
+            logger.info("%s %s %s %s", *asked.values(), text, extra={**asked, **fields})
 
     # Files -------------------------------------------------------------------------------------
 

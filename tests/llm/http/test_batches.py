@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -661,6 +662,25 @@ async def test_a_request_while_the_bus_is_away_is_told_so_as_soon_as_a_chat() ->
     assert [one.status_code for one in answers] == [503] * 3
     messages = {one.json()["error"]["message"] for one in answers}
     assert messages == {"the bus cannot be reached"}
+
+
+async def test_a_request_for_files_or_batches_is_a_line_of_the_log_as_others_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = _one_key(tmp_path / "keys", "")
+    caplog.set_level(logging.INFO, "dynbus.llm.http.batches")
+    headers = {"authorization": "Bearer first-key", "x-request-id": "req-7"}
+    async with (
+        asked("first-key", api_keys=keys) as (front, _),
+        httpx2.AsyncClient(headers=headers) as plain,
+    ):
+        await plain.get(f"{front.url}/v1/files")
+        await plain.get(f"{front.url}/v1/batches/nope")
+
+    assert caplog.messages == [
+        "GET /v1/files 200 request_id=req-7 tenant=ada",
+        "GET /v1/batches/{id} 404 request_id=req-7 tenant=ada error=NotThere",
+    ]
 
 
 async def test_forms_that_are_none_are_refused_and_leave_nothing() -> None:
