@@ -201,7 +201,8 @@ class Shared:
         """The sender of a request, with the tenant whose key it has.
 
         Raises:
-            Unauthorized: it has none that is known, or one that has expired.
+            Unauthorized: it has none that is known, or one that has expired, or a token that is
+                refused.
             Unavailable: it is not known yet whether it is one.
         """
         if self.tenants is None:
@@ -214,12 +215,12 @@ class Shared:
                 "this key is not known: send one as `Authorization: Bearer KEY`"
                 if key
                 else "send an API key as `Authorization: Bearer KEY`",
-                started=False,
+                is_given=bool(key),
             )
         if holder.has_expired(unix_time()):
             raise Unauthorized(
                 f"this key expired at {time_text(holder.expires)}: ask for another one",
-                started=False,
+                is_given=True,
             )
         return Caller(caller.request_id, holder.tenant, caller.headers, holder)
 

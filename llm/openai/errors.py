@@ -138,9 +138,18 @@ class RateLimited(Overloaded):
 
 
 class Unauthorized(DynbusError):
-    """Raised when a request has no key, or one that is not known or has expired."""
+    """Raised when a request has no key, or one that is not known or has expired.
+
+    Attributes:
+        is_given: whether it has one.
+    """
 
     code = "Unauthorized"
+    is_given: bool = False
+
+    def __init__(self, message: str = "", *, is_given: bool = False) -> None:
+        super().__init__(message, started=False)
+        self.is_given = is_given
 
 
 class ForeignSite(DynbusError):
@@ -281,8 +290,9 @@ def answer_of(error: DynbusError, request_id: str = "") -> ErrorAnswer:
     elif isinstance(error, HandlerError):
         # OpenAI's clients send a 500 again, which may have broken an engine.
         headers["x-should-retry"] = "false"
-    elif status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
+    elif isinstance(error, Unauthorized):
+        # By RFC 6750 who sends none is told of no error.
+        headers["WWW-Authenticate"] = "Bearer" + ' error="invalid_token"' * error.is_given
     return ErrorAnswer(status, error_body(error, request_id), headers)
 
 

@@ -49,6 +49,7 @@ class KeyHolder(NamedTuple):
         name: that somebody gave it; empty for none.
         expires: when it ends, in Unix seconds; 0 for never.
         limits: of this key alone, within those of its tenant; None for none.
+        leeway: seconds for which it lets in beyond its end, since clocks differ.
     """
 
     tenant: str
@@ -57,10 +58,11 @@ class KeyHolder(NamedTuple):
     name: str = ""
     expires: float = 0.0
     limits: Limits | None = None
+    leeway: float = 0.0
 
     def has_expired(self, now: float) -> bool:
         """True if the key lets nobody in any more, in Unix seconds."""
-        return 0 < self.expires <= now
+        return self.expires > 0 and self.expires + self.leeway <= now
 
 
 def is_tenant(name: str) -> bool:

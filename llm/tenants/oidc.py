@@ -15,6 +15,7 @@ import anyio
 import msgspec
 
 from dynbus import ConfigError, Unavailable
+from dynbus.llm.openai.errors import Unauthorized
 from dynbus.spi import how_to_install, is_loopback, monotonic, unix_time
 
 from .keys import KeyHolder, digest_of, is_tenant
@@ -51,15 +52,22 @@ OF_PROVIDER: Final = "oidc"
 LEEWAY: Final = 30.0
 """Seconds by which the clocks of the provider and of this machine may differ."""
 
+LOG_INTERVAL: Final = 1.0
+"""Seconds between two lines of the log that say the same of refused tokens: anybody sends some."""
+
+NOT_SIGNED: Final = "no key of its issuer has signed it"
+
 MOST_KNOWN: Final = 4096
 """Tokens that are not looked at again, until the keys are read again."""
 
 Fetch = Callable[[str], bytes]
 
 
-class _Known(NamedTuple):
-    holder: KeyHolder
-    until: float
+class _Refusal(NamedTuple):
+    """A kind of refusal in the log: when it was logged last, and how often it came since."""
+
+    logged_at: float
+    more: int
 
 
 class _Documents(msgspec.Struct):
@@ -139,47 +147,46 @@ class OidcTokens:
         self._is_slow = False
         self._fetched_at: float | None = None
         self._tried_at: float | None = None
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._known: OrderedDict[bytes, KeyHolder] = OrderedDict()
+        self._refusals: dict[str, _Refusal] = {}
 
     def __repr__(self) -> str:
         return f"<OidcTokens of {self._issuer}>"
 
     async def holder_of(self, token: str) -> KeyHolder | None:
-        """The holder of a token; None for one that is none, or not for us.
+        """The holder of a token; None for what is no token.
 
         Raises:
+            Unauthorized: it is not for us, or has expired, or the provider has not signed it.
             Unavailable: the keys of the provider are not known, and cannot be read.
         """
         digest = digest_of(token)
         known = self._known.get(digest)
-        if known is not None and unix_time() < known.until and not self._is_old:
+        if known is not None and not known.has_expired(unix_time()) and not self._is_old:
             self._known.move_to_end(digest)
-            return known.holder
-        key_id = self._key_id(token)
-        if key_id is None:
+            return known
+        try:
+            header = self._jwt.get_unverified_header(token)
+        except (self._jwt.InvalidTokenError, UnicodeError):
             return None
+        key_id = header.get("kid", "")
+        if header.get("alg") not in ALGORITHMS:
+            raise self._refused(NOT_SIGNED, "its algorithm is none that is taken")
+        if not isinstance(key_id, str):
+            raise self._refused(NOT_SIGNED, "its key has no name")
         if self._is_old or key_id not in self._keys:
             await self._refresh(key_id)
         key = self._keys.get(key_id)
-        return None if key is None else self._verified(token, key, digest)
+        if key is None:
+            raise self._refused(NOT_SIGNED, "its key is not known")
+        return self._verified(token, key, digest)
 
     @property
     def _is_old(self) -> bool:
         at = self._fetched_at
         return at is None or monotonic() - at > FETCHED_SECONDS
 
-    def _key_id(self, token: str) -> str | None:
-        """The name of the key by which a token is signed; None for what is no such token."""
-        try:
-            header = self._jwt.get_unverified_header(token)
-        except (self._jwt.InvalidTokenError, UnicodeError):
-            return None
-        key_id = header.get("kid", "")
-        if header.get("alg") not in ALGORITHMS or not isinstance(key_id, str):
-            return None
-        return key_id
-
-    def _verified(self, token: str, key: Any, digest: bytes) -> KeyHolder | None:
+    def _verified(self, token: str, key: Any, digest: bytes) -> KeyHolder:
         try:
             claims: dict[str, Any] = self._jwt.decode(
                 token,
@@ -191,21 +198,52 @@ class OidcTokens:
                 options={"require": ["exp", "iss", "aud"]},
             )
         except self._jwt.InvalidTokenError as error:
-            logger.info("a token of %s is refused: %s", self._issuer, error)
-            return None
+            raise self._refused(self._reason(error), str(error)) from None
         tenant = claims.get(self._tenant_claim)
         if not isinstance(tenant, str) or not is_tenant(tenant):
-            logger.info(
-                "a token of %s is refused: its claim %s is no tenant",
-                self._issuer,
-                self._tenant_claim,
-            )
-            return None
-        holder = KeyHolder(tenant, key=OF_PROVIDER)
-        self._known[digest] = _Known(holder, float(claims["exp"]) + LEEWAY)
+            why = f"its claim {self._tenant_claim} names no tenant"
+            raise self._refused(why, why)
+        holder = KeyHolder(tenant, key=OF_PROVIDER, expires=float(claims["exp"]), leeway=LEEWAY)
+        self._known[digest] = holder
         while len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
         return holder
+
+    def _reason(self, error: Exception) -> str:
+        """The reason that the holder of a token is told. Of one that the provider has not signed it
+        is told no more."""
+        if isinstance(error, self._jwt.ExpiredSignatureError):
+            return "it has expired"
+        if isinstance(error, self._jwt.ImmatureSignatureError):
+            return "it is not valid yet"
+        if isinstance(error, self._jwt.InvalidAudienceError):
+            return f"its claim aud has not {self._audience}, so that it is for others"
+        if isinstance(error, self._jwt.InvalidIssuerError):
+            return f"its claim iss is not {self._issuer}"
+        if isinstance(error, self._jwt.MissingRequiredClaimError):
+            return f"it has no claim {error.claim}"
+        if isinstance(error, self._jwt.InvalidSignatureError | self._jwt.InvalidAlgorithmError):
+            return NOT_SIGNED
+        return "it cannot be read"
+
+    def _refused(self, why: str, detail: str) -> Unauthorized:
+        """The refusal of a token, which is logged.
+
+        Args:
+            why: as its holder is told: one of few texts, whatever the token says.
+            detail: for the log.
+        """
+        now = monotonic()
+        logged_at, more = self._refusals.get(why, _Refusal(-LOG_INTERVAL, 0))
+        if now - logged_at < LOG_INTERVAL:
+            self._refusals[why] = _Refusal(logged_at, more + 1)
+        else:
+            self._refusals[why] = _Refusal(now, 0)
+            others = f" ({more} others since the last line)" if more else ""
+            logger.info("a token of %s is refused: %s%s", self._issuer, detail, others)
+        return Unauthorized(
+            f"this token is refused: {why}; get another one of its issuer", is_given=True
+        )
 
     async def _refresh(self, key_id: str) -> None:
         """Read the keys of the provider, unless that was tried just now.

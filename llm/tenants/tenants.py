@@ -76,9 +76,10 @@ class Tenants(Openable):
         return ""
 
     async def holder_of(self, key: str) -> KeyHolder | None:
-        """The holder of a key or a token; None for an unknown one.
+        """The holder of a key or a token; None for an unknown key.
 
         Raises:
+            Unauthorized: it is a token that is refused.
             Unavailable: whether it is one is not known yet.
         """
         holder = self._file.holder_of(key) if self._file is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import anyio
+import httpx2
 import jwt
 import openai
 import pytest
@@ -22,11 +24,16 @@ from tests.llm.http.served import served
 
 from dynbus import ConfigError, Unavailable
 from dynbus.llm.http.settings import HttpSettings
+from dynbus.llm.openai.errors import Unauthorized
 from dynbus.llm.tenants import oidc
 from dynbus.llm.tenants.keys import KeyHolder
-from dynbus.llm.tenants.oidc import FETCH_INTERVAL, FETCHED_SECONDS, OF_PROVIDER, OidcTokens
-
-ADA, BOB = (KeyHolder(name, key=OF_PROVIDER) for name in ("ada", "bob"))
+from dynbus.llm.tenants.oidc import (
+    FETCH_INTERVAL,
+    FETCHED_SECONDS,
+    LEEWAY,
+    OF_PROVIDER,
+    OidcTokens,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -133,6 +140,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+def tenant_of(holder: KeyHolder | None) -> str:
+    """Whose a token is."""
+    return "" if holder is None else holder.tenant
+
+
 async def test_a_token_names_its_tenant_and_the_provider_is_asked_once(provider: Provider) -> None:
     provider.keys["two"] = ec.generate_private_key(ec.SECP256R1())
     tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
@@ -143,33 +155,73 @@ async def test_a_token_names_its_tenant_and_the_provider_is_asked_once(provider:
         await tokens.holder_of(token),
         await tokens.holder_of(provider.token("two", "ES256", tenant="bob", aud=["x", AUDIENCE])),
     ]
+    ends = jwt.decode(token, options={"verify_signature": False})["exp"]
 
-    assert holders == [ADA, ADA, BOB]
+    ada = KeyHolder("ada", key=OF_PROVIDER, expires=ends, leeway=LEEWAY)
+    assert holders[:2] == [ada, ada]
+    assert not ada.has_expired(ends + LEEWAY - 1)
+    assert ada.has_expired(ends + LEEWAY)
+    assert tenant_of(holders[2]) == "bob"
     assert len(provider.asked) == 2
 
 
+async def refusal(tokens: OidcTokens, token: str) -> str:
+    """What the holder of a token that is refused is told; empty for one that is not."""
+    try:
+        await tokens.holder_of(token)
+    except Unauthorized as error:
+        return error.message
+    return ""
+
+
 @pytest.mark.parametrize(
-    "claims",
+    ("claims", "why"),
     [
-        {"aud": "others"},
-        {"aud": None},
-        {"iss": "https://elsewhere.example"},
-        {"iss": None},
-        {"exp": 1_000_000},
-        {"exp": None},
-        {"nbf": 9_999_999_999},
-        {"tenant": None},
-        {"tenant": "a/b"},
-        {"tenant": ["ada"]},
+        ({"aud": "others"}, "its claim aud has not dynbus"),
+        ({"aud": None}, "it has no claim aud"),
+        ({"iss": "https://elsewhere.example"}, "its claim iss is not http://127.0.0.1"),
+        ({"iss": None}, "it has no claim iss"),
+        ({"exp": 1_000_000}, "it has expired"),
+        ({"exp": None}, "it has no claim exp"),
+        ({"exp": "soon"}, "it cannot be read"),
+        ({"nbf": 9_999_999_999}, "it is not valid yet"),
+        ({"tenant": None}, "its claim tenant names no tenant"),
+        ({"tenant": "a/b"}, "its claim tenant names no tenant"),
+        ({"tenant": ["ada"]}, "its claim tenant names no tenant"),
     ],
     ids=str,
 )
-async def test_a_token_that_is_not_for_us_is_refused(
-    provider: Provider, claims: dict[str, Any]
+async def test_a_token_that_is_not_for_us_is_refused_and_its_holder_told_why(
+    provider: Provider, claims: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
+    caplog.set_level(logging.INFO, "dynbus.llm.tenants.oidc")
 
-    assert await tokens.holder_of(provider.token(**claims)) is None
+    told = await refusal(tokens, provider.token(**claims))
+
+    assert f"this token is refused: {why}" in told
+    assert "is refused" in caplog.text
+    # Nobody is told why who has not had it signed.
+    signed = provider.token(**claims).rpartition(".")[0]
+    forged = f"{signed}.{provider.token(sub='other').rpartition('.')[2]}"
+    assert "no key of its issuer has signed it" in await refusal(tokens, forged)
+
+
+async def test_refused_tokens_do_not_flood_the_log(
+    provider: Provider, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
+    caplog.set_level(logging.INFO, "dynbus.llm.tenants.oidc")
+    forged = jwt.encode({}, "", "none")
+
+    for _ in range(100):
+        await refusal(tokens, forged)
+    clock.now += oidc.LOG_INTERVAL
+    await refusal(tokens, forged)
+
+    first, last = caplog.messages
+    assert "its algorithm is none that is taken" in first
+    assert last == f"{first} (99 others since the last line)"
 
 
 async def test_signatures_that_anybody_can_make_are_refused(provider: Provider) -> None:
@@ -186,15 +238,15 @@ async def test_signatures_that_anybody_can_make_are_refused(provider: Provider) 
             other.token(),
             provider.token(tenant="eve").rpartition(".")[0] + "." + signature,
             f"{header}.{body}.",
-            "no token",
-            "..",
-            "",
         ]
-        refused = [await tokens.holder_of(one) for one in forged]
+        refused = [await refusal(tokens, one) for one in forged]
+        nothing = [await tokens.holder_of(one) for one in ("no token", "..", "")]
     finally:
         other.close()
 
-    assert refused == [None] * len(forged)
+    told = "this token is refused: no key of its issuer has signed it"
+    assert [one.partition(";")[0] for one in refused] == [told] * len(forged)
+    assert nothing == [None] * 3
 
 
 async def test_a_symmetric_key_of_the_provider_is_passed_over(provider: Provider) -> None:
@@ -202,7 +254,7 @@ async def test_a_symmetric_key_of_the_provider_is_passed_over(provider: Provider
     provider.documents["/realm/keys"] = {"keys": [{"kty": "oct", "k": secret, "kid": "one"}]}
     tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
 
-    assert await tokens.holder_of(provider.token()) is None
+    assert "no key of its issuer" in await refusal(tokens, provider.token())
 
 
 async def test_a_new_key_is_found_and_unknown_ones_do_not_flood_the_provider(
@@ -213,14 +265,14 @@ async def test_a_new_key_is_found_and_unknown_ones_do_not_flood_the_provider(
     provider.keys["new"] = rsa.generate_private_key(65537, 2048)
     token = provider.token("new")
 
-    soon = [await tokens.holder_of(token) for _ in range(3)]
+    soon = [await refusal(tokens, token) for _ in range(3)]
     asked = len(provider.asked)
     clock.now += FETCH_INTERVAL
     later = await tokens.holder_of(token)
 
-    assert soon == [None] * 3
+    assert all(soon)
     assert asked == 2
-    assert later == ADA
+    assert tenant_of(later) == "ada"
 
 
 async def test_a_key_that_is_withdrawn_is_gone_when_keys_are_read_again(
@@ -234,8 +286,8 @@ async def test_a_key_that_is_withdrawn_is_gone_when_keys_are_read_again(
     before = await tokens.holder_of(token)
     clock.now += FETCHED_SECONDS + 1
 
-    assert before == ADA
-    assert await tokens.holder_of(token) is None
+    assert tenant_of(before) == "ada"
+    assert await refusal(tokens, token)
 
 
 async def test_the_keys_from_before_count_while_the_provider_is_away(
@@ -252,7 +304,7 @@ async def test_the_keys_from_before_count_while_the_provider_is_away(
     provider.is_away = True
     clock.now += FETCHED_SECONDS + 1
 
-    assert await tokens.holder_of(provider.token()) == ADA
+    assert tenant_of(await tokens.holder_of(provider.token())) == "ada"
 
 
 HEAD = b"HTTP/1.0 200 OK\r\nContent-Length: 100000\r\n\r\n"
@@ -262,7 +314,7 @@ async def test_a_provider_that_answers_slowly_keeps_no_token_of_a_known_key_wait
     provider: Provider, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = OidcTokens(provider.issuer, AUDIENCE, "tenant")
-    assert await tokens.holder_of(provider.token()) == ADA
+    assert tenant_of(await tokens.holder_of(provider.token())) == "ada"
     monkeypatch.setattr(oidc, "PATIENCE", 0.01)
     monkeypatch.setattr(oidc, "FETCH_TIMEOUT", 30.0)
     provider.drips = HEAD
@@ -279,11 +331,10 @@ async def test_a_provider_that_answers_slowly_keeps_no_token_of_a_known_key_wait
     provider.drips = None
     provider.keys = {"two": provider.keys["one"]}
     with anyio.fail_after(10):
-        while await tokens.holder_of(provider.token("two")) is None:
+        while await refusal(tokens, provider.token("two")):
             clock.now += FETCH_INTERVAL
 
-    assert first == [ADA] * 3
-    assert later == ADA
+    assert {tenant_of(one) for one in (*first, later)} == {"ada"}
 
 
 async def test_a_document_that_takes_too_long_is_given_up(
@@ -336,8 +387,24 @@ async def test_a_front_end_takes_tokens_in_place_of_keys(provider: Provider) -> 
             async with AsyncOpenAI(base_url=f"{front.url}/v1", api_key=key) as client:
                 await client.chat.completions.create(model="tiny", messages=messages)
 
-        await ask(provider.token(org="carol"))
-        with pytest.raises(openai.AuthenticationError):
+        token = provider.token(org="carol")
+        await ask(token)
+        with pytest.raises(openai.AuthenticationError, match="its claim aud") as refused:
             await ask(provider.token(org="carol", aud="others"))
+        async with httpx2.AsyncClient() as client:
+            unknown = await client.get(
+                f"{front.url}/v1/key", headers={"authorization": "Bearer no-key-of-mine"}
+            )
+            nothing = await client.get(f"{front.url}/v1/key")
+            known = await client.get(
+                f"{front.url}/v1/key", headers={"authorization": f"Bearer {token}"}
+            )
 
+    wrong = 'Bearer error="invalid_token"'
+    challenges = [
+        one.headers["www-authenticate"] for one in (refused.value.response, unknown, nothing)
+    ]
+    assert challenges == [wrong, wrong, "Bearer"]
+    ends = jwt.decode(token, options={"verify_signature": False})["exp"]
+    assert known.json()["expires_at"] == ends
     assert [one["tenant"] for one in front.engine.metadata] == ["carol"]
