@@ -167,13 +167,19 @@ class _Process:
         self._first = first + b"\n" if first else b""
         self._pieces: list[bytes] = []
         self._is_read = True
-        self.process = subprocess.Popen(
-            # Its own folder must not be on the path.
-            [sys.executable, "-P", str(program)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        # Ctrl-C goes to the whole group, also before a program says that it ignores it. It stays in
+        # the group, with which what is left of a worker is killed.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process = subprocess.Popen(
+                # Its own folder must not be on the path.
+                [sys.executable, "-P", str(program)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         assert self.process.stdout is not None
         self._output = self.process.stdout.fileno()
 

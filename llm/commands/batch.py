@@ -10,6 +10,8 @@ import click
 from dynbus.spi import terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dynbus import BusConfig
     from dynbus.llm.batches.records import Batch
     from dynbus.llm.batches.whole_file import FileRun
@@ -79,9 +81,11 @@ def run(
     errors = errors or out.with_name(f"{out.name}.errors")
     asked = FileRun(file, out, errors, endpoint, model, window, concurrency, wait)
     asked.check()
-    ended = uvloop.run(_run(config, asked))
+    progress = _Progress()
+    ended = uvloop.run(_run(config, asked, progress.tell))
     if ended is None:
-        terminal.notice("interrupted: run the same command again to go on")
+        again = "run the same command again to go on"
+        terminal.notice(f"interrupted: {again if progress.has_begun else 'nothing had begun'}")
         raise SystemExit(terminal.INTERRUPTED)
     counts = ended.counts
     for error in ended.errors:
@@ -97,7 +101,9 @@ def run(
         raise SystemExit(terminal.FAILURE)
 
 
-async def _run(config: BusConfig, asked: FileRun) -> Batch | None:
+async def _run(
+    config: BusConfig, asked: FileRun, tell: Callable[[Batch, str], object]
+) -> Batch | None:
     """Run a file; None where a signal ends that before."""
     import anyio
 
@@ -109,14 +115,25 @@ async def _run(config: BusConfig, asked: FileRun) -> Batch | None:
         async with program_runtime(
             "dynbus-batch", config, drain=scope.cancel, stop=scope.cancel
         ) as runtime:
-            ended = await run_file(runtime, asked, _tell)
+            ended = await run_file(runtime, asked, tell)
     return ended
 
 
-def _tell(batch: Batch, how: str) -> None:
-    counts = batch.counts
-    if how:
-        terminal.notice(f"{batch.id}: {how}")
-    elif counts.total:
-        ended = counts.completed + counts.failed
-        terminal.notice(f"{ended} of {counts.total} ended, {counts.failed} without an answer")
+class _Progress:
+    """The progress of a batch, as it is told.
+
+    Attributes:
+        has_begun: whether there is a batch that goes on.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = False
+
+    def tell(self, batch: Batch, how: str) -> None:
+        self.has_begun = True
+        counts = batch.counts
+        if how:
+            terminal.notice(f"{batch.id}: {how}")
+        elif counts.total:
+            ended = counts.completed + counts.failed
+            terminal.notice(f"{ended} of {counts.total} ended, {counts.failed} without an answer")

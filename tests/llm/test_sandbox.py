@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import uvloop
-from tests.conditions import eventually
+from tests.conditions import PATIENCE, eventually, wait_until
 
 from dynbus.llm.sandbox import MOST_AT_ONCE, Sandbox, SandboxEnded
 
@@ -138,3 +140,32 @@ def test_a_process_that_is_stopped_is_ended_whoever_waits_for_it(
 
     with runner:
         runner.run(story())
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_a_process_that_has_just_begun(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    gate = tmp_path / "echo.py.go"
+    os.mkfifo(gate)
+    asking = ThreadPoolExecutor(1)
+    answer = asking.submit(sandbox.ask, b"wait")
+    # The program itself does nothing about it.
+    wait_until(lambda: programs(tmp_path), what="the process begins")
+    (process,) = programs(tmp_path)
+
+    process.send_signal(signal.SIGINT)
+    # Nobody reads it where the process has ended.
+    threading.Thread(target=gate.write_text, args=("",), daemon=True).start()
+
+    assert answer.result(PATIENCE) == b"wait"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    asking.shutdown()
+
+
+def programs(folder: Path) -> list[psutil.Process]:
+    """The living processes of this one that run a program of a folder."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and str(folder) in " ".join(child.cmdline())
+    ]
