@@ -40,11 +40,16 @@ def http(nats: str | None, log_format: Any, log_level: str, **given: Any) -> Non
     try:
         import uvloop
 
+        from dynbus.llm.tenants.keys import ApiKeys
+
         from .policies import policy_name
 
         options = FrontendOptions(**given)
         options = replace(options, policy=policy_name(options.policy))
         options.router.load()
+        if options.api_keys is not None:
+            # Who serves reads it anew, on the bus: a mistake is told before that.
+            ApiKeys(options.api_keys)
         # Before the bus, which sets up no more than what the environment asks for.
         shut_telemetry = measure_process()
         try:

@@ -123,7 +123,8 @@ def add(
 def limit(tenant: str, limits: tuple[str, ...], unset: bool, nats: str | None) -> None:
     """State all limits of a tenant, in place of those it had; none for no limits.
 
-    The tenant '*' has the limits of all for whom none are stated.
+    The tenant '*' has the limits of all for whom none are stated. Limits that a file of
+    --api-keys states of a tenant go first at the front ends that read it.
 
     There are requests_per_minute, prompt_tokens_per_minute, completion_tokens_per_minute,
     cached_tokens_per_minute, tokens_per_month, requests_at_a_time, open_streams, kept_answers,
@@ -151,9 +152,10 @@ def limit(tenant: str, limits: tuple[str, ...], unset: bool, nats: str | None) -
     if stated is not None and tenant not in (ALL_TENANTS, *view.tenants):
         terminal.notice(
             f"warning: no key on the bus is of {tenant}{suggestion(tenant, view.tenants)}: these "
-            "limits are for its keys in files of front ends, for its tokens of a provider, and for "
-            f"keys that `dynbus keys add {tenant}` makes; `dynbus keys limit {tenant} --unset` "
-            "takes them back"
+            "limits are for its keys in files of front ends, unless such a file states limits of "
+            "its own, for its tokens of a provider, and for keys that "
+            f"`dynbus keys add {tenant}` makes; `dynbus keys limit {tenant} --unset` takes them "
+            "back"
         )
 
 
@@ -184,6 +186,8 @@ def _stated(limits: Limits | None) -> str:
 @terminal.nats_option
 def revoke(id: str, nats: str | None) -> None:
     """Have a key be none any more, by the id that `dynbus keys ls` shows.
+
+    The beginning of an id does where it is that of one key alone.
 
     Requests that run with it are finished.
     """

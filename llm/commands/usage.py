@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -12,6 +13,7 @@ from dynbus.spi import terminal
 
 if TYPE_CHECKING:
     from dynbus.llm.tenants.usage_sums import UsageSum
+    from dynbus.spi import Connection
 
 _AMOUNTS: Final = ("requests", "prompt", "cached", "completion", "total")
 
@@ -64,7 +66,7 @@ def usage(
 ) -> None:
     from dynbus import ConfigError
     from dynbus.llm.tenants.records import check_tenant
-    from dynbus.llm.tenants.usage_sums import GROUPS, read_usage, sum_up
+    from dynbus.llm.tenants.usage_sums import GROUPS, HourOfUsage, read_usage, sum_up
     from dynbus.spi import suggestion, unix_time
 
     if as_csv and as_json:
@@ -83,9 +85,15 @@ def usage(
         end = "now" if until is None else "--until"
         raise ConfigError(f"--since is not before {end}: there is nothing between")
     of = "" if tenant is None else check_tenant(tenant)
-    hours = terminal.at_server(
-        nats, "dynbus-usage", lambda one: read_usage(one.jetstream, first, last, tenant=of)
-    )
+
+    async def read(one: Connection) -> tuple[list[HourOfUsage], list[HourOfUsage]]:
+        """The hours asked for; where that tenant never used anything, those of the others too."""
+        hours = await read_usage(one.jetstream, first, last, tenant=of)
+        if hours or not of or await read_usage(one.jetstream, -inf, last, tenant=of):
+            return hours, []
+        return [], await read_usage(one.jetstream, first, last)
+
+    hours, others = terminal.at_server(nats, "dynbus-usage", read)
     sums = sum_up(hours, groups)
     if as_json:
         terminal.print_json([_row(one) for one in sums])
@@ -95,6 +103,13 @@ def usage(
         writer.writerow([*groups, *_AMOUNTS])
         for one in sums:
             writer.writerow(_row(one).values())
+        return
+    if not sums and others:
+        known = [one.group["tenant"] for one in sum_up(others, ("tenant",))]
+        terminal.notice(
+            f"no use of a tenant {of} is on record{suggestion(of, known)}: `dynbus usage` shows "
+            "the others"
+        )
         return
     if not sums:
         terminal.notice(

@@ -80,6 +80,18 @@ def test_a_policy_that_cannot_be_loaded_keeps_the_front_end_from_starting(
     assert served == []
 
 
+def test_a_file_of_keys_that_cannot_be_used_keeps_the_front_end_from_starting(
+    folder: Path, served: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "keys").write_text("ada short\n")
+
+    code = run("--api-keys", "keys")
+
+    assert code == exit_codes.CONFIG_ERROR
+    assert "line 1: write a key of 8 to 512 printable characters" in capsys.readouterr().err
+    assert served == []
+
+
 @pytest.mark.parametrize("policy", ["costs_of_module:cost", "costs_of_file.py:cost", "dynamo"])
 def test_a_policy_is_looked_for_in_the_current_folder(
     folder: Path, served: list[str], policy: str

@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from tests.conditions import eventually
@@ -13,9 +14,9 @@ from tests.conditions import eventually
 from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.llm.commands.keys import keys
-from dynbus.llm.tenants.keys import KeyHolder
+from dynbus.llm.tenants.keys import KeyHolder, key_id
 from dynbus.llm.tenants.limits import Limits
-from dynbus.llm.tenants.records import KEYS_STREAM, hash_of
+from dynbus.llm.tenants.records import KEYS_BUCKET, KEYS_STREAM, KeyRecord, hash_of
 from dynbus.llm.tenants.tenants import Tenants
 from dynbus.spi import unix_time
 
@@ -169,6 +170,7 @@ async def test_limits_of_a_tenant_without_keys_are_pointed_out(own_server: Runni
 
     assert unknown.exit_code == 0
     assert "warning: no key on the bus is of adda (did you mean ada?): " in unknown.output
+    assert "unless such a file states limits of its own" in unknown.output
     assert "`dynbus keys limit adda --unset` takes them back" in unknown.output
     for one in (known, for_all, taken_back):
         assert "no key on the bus" not in one.output
@@ -196,6 +198,26 @@ async def test_an_empty_id_revokes_no_key(own_server: RunningServer) -> None:
 
     assert "the id is empty" in str(wrong.exception)
     assert len(listed["keys"]) == 1
+
+
+async def test_the_beginning_of_an_id_revokes_the_one_key_that_has_it(
+    own_server: RunningServer,
+) -> None:
+    hashes = ["ab" + "0" * 62, "ac" + "0" * 62]
+    async with Runtime.connect(own_server.url) as runtime:
+        jetstream = runtime.bus.data.jetstream
+        await jetstream.ensure_stream(KEYS_STREAM)
+        for one in hashes:
+            record = msgspec.json.encode(KeyRecord(tenant="ada"))
+            await jetstream.publish(f"$KV.{KEYS_BUCKET}.key.{one}", record)
+
+    of_both = await command(own_server, "revoke", "a")
+    of_one = await command(own_server, "revoke", "ac")
+    listed = json.loads((await command(own_server, "ls", "--json")).output)
+
+    assert "2 keys have an id that begins with 'a'" in str(of_both.exception)
+    assert of_one.exit_code == 0
+    assert [one["id"] for one in listed["keys"]] == [key_id(hashes[0])]
 
 
 async def test_a_front_end_that_is_cut_off_keeps_the_keys_that_it_knows(

@@ -239,13 +239,19 @@ async def test_the_command_prints_sums_by_groups_as_table_csv_and_json(
     as_csv = await asyncio.to_thread(run, "--by", "month,tenant", "--csv")
     as_json = await asyncio.to_thread(run, "--tenant", "bob", "--since", "all", "--json")
     past = await asyncio.to_thread(run, "--until", "2026-01-01", "--since", "2025-12-01")
+    misspelt = await asyncio.to_thread(run, "--tenant", "bobb")
+    past_of_bob = await asyncio.to_thread(
+        run, "--tenant", "bob", "--until", "2026-01-01", "--since", "2025-12-01"
+    )
     no_group = await asyncio.to_thread(run, "--by", "model,tenants")
     one_day = await asyncio.to_thread(run, "--since", "2026-01-01", "--until", "2026-01-01")
     future = await asyncio.to_thread(run, "--since", "2999-01-01")
     nobody = await asyncio.to_thread(run, "--tenant", "")
     two_forms = await asyncio.to_thread(run, "--csv", "--json")
 
-    for none in (empty, past):
+    told = "no use of a tenant bobb is on record (did you mean bob?): "
+    assert misspelt.output.startswith(told)
+    for none in (empty, past, past_of_bob):
         assert "nothing was used" in none.output
         assert "front ends count where they have keys" in none.output
     assert "--since is not before --until" in str(one_day.exception)
