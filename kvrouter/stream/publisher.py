@@ -525,7 +525,10 @@ class KvEventPublisher(Openable):
         if log is None or request is None:
             self._malformed_requests += 1
             return
-        logger.info("rank %s of %s is asked to resend: %s", rank, self._address, request.reason)
+        whose = ".".join(self._address)
+        logger.info(
+            "a router has rank %s of %s send its events again: %s", rank, whose, request.reason
+        )
         log.ask_resync(request.event_epoch, monotonic())
         self._wake.set()
 

@@ -43,10 +43,16 @@ class Batches:
         return f"<Batches {self.store!r}>"
 
     async def upload(
-        self, tenant: str, filename: str, pieces: AsyncIterator[bytes], *, limit: int
+        self,
+        tenant: str,
+        filename: str,
+        pieces: AsyncIterator[bytes],
+        *,
+        limit: int,
+        bound: str = "",
     ) -> StoredFile:
         """See `BatchStore.create_file`."""
-        return await self.store.create_file(tenant, filename, pieces, limit=limit)
+        return await self.store.create_file(tenant, filename, pieces, limit=limit, bound=bound)
 
     async def file(self, tenant: str, name: str) -> StoredFile:
         """A file of a tenant.

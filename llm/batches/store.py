@@ -179,12 +179,19 @@ class BatchStore:
     # Files -------------------------------------------------------------------------------------
 
     async def create_file(
-        self, tenant: str, filename: str, pieces: AsyncIterator[bytes], *, limit: int
+        self,
+        tenant: str,
+        filename: str,
+        pieces: AsyncIterator[bytes],
+        *,
+        limit: int,
+        bound: str = "",
     ) -> StoredFile:
         """Store a file while it comes. What fails or is cancelled leaves nothing.
 
         Args:
             limit: bytes that it may have.
+            bound: the setting that says so, for refusals; empty for none.
 
         Raises:
             BadRequest: it is too large, or there is no room for it (`StorageFull`).
@@ -209,8 +216,9 @@ class BatchStore:
             async for piece in pieces:
                 size += len(piece)
                 if size > limit:
+                    by = f" ({bound})" if bound else ""
                     raise BadRequest(
-                        f"file: it has more than {limit} bytes", param="file", status=413
+                        f"file: it has more than {limit} bytes{by}", param="file", status=413
                     )
                 await store(splitter.add(piece))
             await store(splitter.end())

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 FILES: Final = "/v1/files"
 BATCHES: Final = "/v1/batches"
 
+MAX_FILE: Final = "--max-file"
+"""The option that bounds a file, for refusals."""
 MAX_JSON: Final = 64 * 1024
 """Bytes of a request for a batch."""
 MAX_FORM: Final = 64 * 1024
@@ -126,13 +128,14 @@ class BatchExchanges:
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > limit + MAX_FORM:
             raise PayloadTooLarge(
-                f"the file has about {length} bytes, and at most {limit} are taken", started=False
+                f"the file has about {length} bytes, and at most {limit} are taken ({MAX_FILE})",
+                started=False,
             )
         form = Form(request.headers.get("content-type", ""))
         body = self._pieces(request)
         await form.read_to_file(body)
         file = await self._batches.upload(
-            request.tenant, form.filename, form.file(body), limit=limit
+            request.tenant, form.filename, form.file(body), limit=limit, bound=MAX_FILE
         )
         return file.as_json()
 

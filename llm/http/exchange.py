@@ -433,7 +433,8 @@ class Exchange(ABC):
     def _too_large(self, size: int) -> PayloadTooLarge:
         limit = self._shared.settings.max_body_bytes
         return PayloadTooLarge(
-            f"the body has {size} bytes or more, and at most {limit} are taken", started=False
+            f"the body has {size} bytes or more, and at most {limit} are taken (--max-body)",
+            started=False,
         )
 
     def _start(self, work: Callable[[T], Awaitable[None]], subject: T) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from dynbus.llm.openai.errors import BadRequest, misfit, unsupported
-from dynbus.llm.openai.fields import fields_of, items_of, text_of
+from dynbus.llm.openai.errors import BadRequest, unsupported
+from dynbus.llm.openai.fields import fields_of, items_of
 
 from .base64_text import decoded, encoded
 from .limits import MediaLimits
@@ -112,14 +112,20 @@ def _named(part: Mapping[str, Any], message: int, place: int) -> NamedPart | Non
     if kind == "image_url":
         given: object = part.get("image_url")
         image = {"url": given} if isinstance(given, str) else fields_of(given)
-        url, detail = text_of(image, "url", f"{where}.image_url"), image.get("detail")
-        if detail is not None and not isinstance(detail, str):
-            raise misfit(f"{where}.image_url.detail", "give a string")
+        url, detail = _text(image, "url", f"{where}.image_url"), None
+        if image.get("detail") is not None:
+            detail = _text(image, "detail", f"{where}.image_url")
         if url[:5].lower() == "data:":
             return NamedPart(message, place, "image", url, _begin_of(url, where), detail)
+        if not url.lower().startswith(("http://", "https://")):
+            raise _invalid(
+                where,
+                f"{url[:_MAX_SHOWN]!r} is no URL of an image: give data:image/png;base64,DATA, or "
+                "https://HOST/PATH",
+            )
         return NamedPart(message, place, "image", url, None, detail)
     if kind == "input_audio":
-        data = text_of(fields_of(part.get("input_audio")), "data", f"{where}.input_audio")
+        data = _text(fields_of(part.get("input_audio")), "data", f"{where}.input_audio")
         return NamedPart(message, place, "audio", data, 0)
     if isinstance(kind, str):
         raise unsupported(
@@ -130,11 +136,23 @@ def _named(part: Mapping[str, Any], message: int, place: int) -> NamedPart | Non
     return None
 
 
+def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
+    """The text that an image or a sound has in a field.
+
+    Raises:
+        BadRequest: it has none.
+    """
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise _invalid(f"{where}.{name}", "give a string")
+    return value
+
+
 def _begin_of(url: str, where: str) -> int:
     """The place from which on a `data:` URL is base64."""
     head, comma, _ = url[:256].partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise misfit(f"{where}.image_url.url", "a data: URL has to be data:TYPE;base64,DATA")
+        raise _invalid(f"{where}.image_url.url", "a data: URL has to be data:TYPE;base64,DATA")
     return len(head) + 1
 
 
@@ -146,7 +164,7 @@ def check_count(named: Sequence[NamedPart], limits: MediaLimits) -> None:
         BadRequest: there are, or one is.
     """
     if len(named) > limits.parts:
-        raise misfit(
+        raise _too_large(
             "messages",
             f"{len(named)} images and sounds are too many; at most {limits.parts} are taken",
         )
@@ -181,6 +199,10 @@ def check_total(size: int, limits: MediaLimits) -> None:
         )
 
 
+def _invalid(where: str, why: str) -> BadRequest:
+    return BadRequest(f"{where}: {why}", param=where, reason="invalid_media")
+
+
 def _too_large(where: str, why: str) -> BadRequest:
     return BadRequest(f"{where}: {why}", param=where, reason="media_too_large")
 
@@ -199,18 +221,17 @@ def read_part(named: NamedPart, fetched: bytes | None, limits: MediaLimits) -> R
         try:
             data, text = decoded(named.text, named.begin or 0)
         except ValueError:
-            raise misfit(where, "its data is no base64") from None
+            raise _invalid(where, "its data is no base64") from None
     else:
         data, text = fetched, encoded(fetched)
     check_size(where, len(data), limits)
     kind = media_type_of(data)
     if kind is None or kind.modality != named.modality:
         what = "image" if named.modality == "image" else "sound"
-        raise BadRequest(
-            f"{where}: by its bytes it is no {what} of a type that is taken: these are "
+        raise _invalid(
+            where,
+            f"by its bytes it is no {what} of a type that is taken: these are "
             f"{KNOWN[named.modality]}",
-            param=where,
-            reason="invalid_media",
         )
     if kind.modality == "image":
         _check_pixels(where, data, kind, limits)
@@ -220,11 +241,7 @@ def read_part(named: NamedPart, fetched: bytes | None, limits: MediaLimits) -> R
 def _check_pixels(where: str, data: bytes, kind: MediaType, limits: MediaLimits) -> None:
     size = picture_size(data, kind)
     if size is None:
-        raise BadRequest(
-            f"{where}: its beginning is no whole {kind.format.upper()} image",
-            param=where,
-            reason="invalid_media",
-        )
+        raise _invalid(where, f"its beginning is no whole {kind.format.upper()} image")
     if size.width * size.height > limits.pixels:
         raise _too_large(
             where,

@@ -502,7 +502,9 @@ class Models:
         if went is not None:
             since = monotonic() - went
             return NoInstances(
-                f"the model {name} has no instance since {since:.1f} s", started=False
+                f"the model {name} has had no instance for {since:.1f} s: ask again soon; if that "
+                "does not help, start a worker of it",
+                started=False,
             )
         if self.problem:
             return Unavailable(self.problem, started=False)

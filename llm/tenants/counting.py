@@ -30,6 +30,7 @@ from .keys import tenant_token
 from .ledger import Ledger, Statement
 from .limits import BUDGET, CACHED, COMPLETION, PROMPT, UNKNOWN_COMPLETION, Limits, Quota
 from .purse import LOOK_AGAIN, Purse, Shortage, Taken
+from .usage import HOUR
 
 logger = logging.getLogger(__name__)
 
@@ -312,7 +313,7 @@ def refusal(shortages: list[Shortage], whose: str) -> RateLimited:
         ways = remedy or "ask an operator for a higher one"
         message = f"{takes}, and {bound} never leaves so much: {ways}"
     else:
-        ways = f"ask again in {math.ceil(after)} s" + (f", or {remedy}" if remedy else "")
+        ways = f"ask again in {_wait_text(after)}" + (f", or {remedy}" if remedy else "")
         why = f"{bound} leaves {left}, and {takes}"
         if amount <= left + elsewhere:
             why += "; other front ends have more of it, or may have used that"
@@ -325,3 +326,10 @@ def refusal(shortages: list[Shortage], whose: str) -> RateLimited:
         is_budget=name == BUDGET and (worst.is_final or after > LOOK_AGAIN),
         is_final=worst.is_final,
     )
+
+
+def _wait_text(seconds: float) -> str:
+    """Seconds in words, rounded up: nobody is to ask too early."""
+    if seconds < 2 * HOUR:
+        return f"{math.ceil(seconds)} s"
+    return f"{math.ceil(seconds / HOUR * 10) / 10:.1f} h"

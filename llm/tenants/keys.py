@@ -186,7 +186,8 @@ class ApiKeys:
         self._was_empty = read.is_empty
         self._holders, self._limits = read.holders, read.limits
         self._identity, self._problem = identity, ""
-        logger.info("%r was read again", self)
+        count = len(self._holders)
+        logger.info("the keys in %s were read again: there are %d now", self._path, count)
 
     def _identify(self) -> _Identity:
         try:

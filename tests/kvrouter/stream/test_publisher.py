@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import UserList
 from collections.abc import Iterator
@@ -324,7 +325,9 @@ def test_a_stream_made_again_is_told_everything_with_the_next_message() -> None:
     assert told[:3] == [1, 2, 3]
 
 
-def test_many_requests_for_a_resync_cost_one_resend() -> None:
+def test_many_requests_for_a_resync_cost_one_resend(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dynbus.kvrouter.stream.publisher")
+
     async def story() -> tuple[int, int]:
         at = EventBus()
         async with at.publisher() as publisher:
@@ -337,6 +340,10 @@ def test_many_requests_for_a_resync_cost_one_resend() -> None:
             return statistics.resyncs, statistics.resyncs + statistics.coalesced
 
     assert run(story()) == (1, 20)
+    # Whose events they are is told as everywhere else.
+    asked = [one for one in caplog.messages if "a router has rank 0 of " in one]
+    assert len(asked) == 20
+    assert not any("(" in one for one in asked)
 
 
 def test_a_router_that_knows_a_higher_epoch_is_answered_with_one_above_it() -> None:

@@ -703,6 +703,7 @@ async def test_forms_that_are_none_are_refused_and_leave_nothing() -> None:
         ]
         left = [one.id async for one in client.files.list()]
 
+    assert "(--max-file)" in refused[3].text
     told = [(one.status_code, one.json()["error"]["param"]) for one in refused]
     assert told == [
         (400, "purpose"),

@@ -232,6 +232,7 @@ async def test_a_prompt_of_mebibytes_is_counted_and_refused() -> None:
     assert "the context of tiny has 2000 tokens, and messages has" in error_of(told[2])["message"]
     assert error_of(told[2])["code"] == "context_length_exceeded"
     assert too_large[0] == 413
+    assert "at most 4194304 are taken (--max-body)" in error_of(too_large[2])["message"]
 
 
 async def test_bodies_and_headers_have_limits() -> None:

@@ -216,7 +216,7 @@ async def test_the_limits_are_those_of_the_settings() -> None:
     assert [one.body["code"] for one in refusals] == [
         "media_too_large",
         "media_too_large",
-        None,
+        "media_too_large",
         "media_too_large",
         "unsupported_value",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 
 import httpx2
@@ -47,10 +48,11 @@ def test_a_key_may_be_that_of_an_operator(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_is_read_again_and_a_broken_one_changes_nothing(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys"
     path.write_text("ada first-key\n")
+    caplog.set_level(logging.INFO, "dynbus.llm.tenants.keys")
     now = 0.0
     keys = ApiKeys(path, now=lambda: now)
     path.write_text("bob another-key\n")
@@ -69,6 +71,7 @@ def test_a_file_that_changes_is_read_again_and_a_broken_one_changes_nothing(
     holder = KeyHolder("bob", key=key_id(hash_of("another-key")))
     assert after == (holder, None)
     assert broken == missing == holder
+    assert caplog.messages[0] == f"the keys in {path} were read again: there are 1 now"
 
 
 @pytest.mark.parametrize("left", ["", "# ada has left\n"])

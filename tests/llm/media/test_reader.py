@@ -140,8 +140,15 @@ async def test_an_image_counts_as_a_thousand_tokens_and_not_as_its_bytes() -> No
             "give a string",
         ),
         ({"type": "image_url", "image_url": "https://x.example/"}, "", "URLs are not fetched here"),
-        ({"type": "image_url", "image_url": "file:///etc/passwd"}, "", "URLs are not fetched here"),
-        ({"type": "image_url", "image_url": ""}, "", "URLs are not fetched here"),
+        ({"type": "image_url", "image_url": "HTTP://x.example/"}, "", "URLs are not fetched here"),
+        (
+            {"type": "image_url", "image_url": "file:///etc/passwd"},
+            "",
+            "'file:///etc/passwd' is no URL of an image",
+        ),
+        ({"type": "image_url", "image_url": "ftp://a/b"}, "", "'ftp://a/b' is no URL of an image"),
+        ({"type": "image_url", "image_url": "x"}, "", "'x' is no URL of an image: give data:image"),
+        ({"type": "image_url", "image_url": ""}, "", "'' is no URL of an image"),
         ({"type": "input_audio", "input_audio": {}}, ".input_audio.data", "give a string"),
         (
             {"type": "video_url", "video_url": {"url": "x"}},
@@ -165,6 +172,8 @@ async def test_a_part_that_does_not_fit_is_refused_with_its_place(
     assert error.param == f"messages[1].content[1]{place}"
     assert message in error.message
     assert error.status == 400
+    is_unsupported = "not supported" in error.message or "not fetched" in error.message
+    assert error.reason == ("unsupported_value" if is_unsupported else "invalid_media")
 
 
 async def test_a_model_of_text_refuses_with_its_name_and_the_part() -> None:

@@ -29,7 +29,7 @@ def test_a_request_that_was_given_back_and_went_nowhere_is_unavailable() -> None
 
 
 def test_where_no_engine_is_there_a_client_is_told_when_to_ask_again() -> None:
-    away = answer_of(NoInstances("the model has no instance since 3.0 s"))
+    away = answer_of(NoInstances("the model has had no instance for 3.0 s"))
 
     assert (away.status, away.headers) == (503, {"Retry-After": "5"})
     assert answer_of(Unavailable("the bus is away")).headers == {}

@@ -12,7 +12,7 @@ from dynbus.llm.openai.errors import answer_of
 from dynbus.llm.tenants.admission import duration
 from dynbus.llm.tenants.counting import refusal
 from dynbus.llm.tenants.keys import ApiKeys, KeyHolder, key_id
-from dynbus.llm.tenants.limits import Limits, read_limits
+from dynbus.llm.tenants.limits import BUDGET, Limits, read_limits
 from dynbus.llm.tenants.purse import Shortage
 from dynbus.llm.tenants.records import hash_of
 
@@ -97,6 +97,13 @@ def test_no_client_is_told_to_ask_again_too_early(after: float) -> None:
     assert told is not None
     assert int(told[1]) >= after
     assert told[1] == answer_of(error).headers["Retry-After"]
+
+
+def test_a_long_wait_is_told_in_hours_and_in_seconds_to_programs() -> None:
+    error = refusal([Shortage(BUDGET, 2, 0, 100_300.2, 1, 0)], "this key")
+
+    assert "ask again in 27.9 h" in str(error)
+    assert answer_of(error).headers["Retry-After"] == "100301"
 
 
 @pytest.mark.parametrize(
