@@ -60,6 +60,9 @@ GROUP_SECONDS: Final = 3.0
 GROUP_POLL: Final = 0.02
 ASK_INTERVAL: Final = 1.0
 """Seconds between two questions to a child whether it is alive."""
+HELD_UP_SECONDS: Final = 5.0
+"""Seconds for which a process is held up before that is said."""
+HELD_UP: Final = "it answers nothing, as it is stopped (SIGSTOP) or waits for a disk"
 STACKS_SECONDS: Final = 1.0
 """Seconds that a child which hangs has to write the stacks of its threads."""
 
@@ -96,6 +99,7 @@ class Child:
         crash: how the process before ended, when that was not asked for; empty once it is ready.
         files: those of the user's that its process had loaded when it was asked last; None when
             it has never said so.
+        held_up: seconds for which its process answers nothing, being stopped or waiting for a disk.
         steps: what its process does before it is ready.
         news: set when `steps` or `announced` have changed.
         announced: what people are to read, and have not yet: lines, and what to add to each.
@@ -126,6 +130,7 @@ class Child:
         self.crash = ""
         self.files: Collection[str] | None = None
         self.problems: Mapping[str, str] = {}
+        self.held_up = 0.0
         self.details: Mapping[str, str] = {}
         self.steps: Sequence[StartStep] = ()
         self.news = news or asyncio.Event()
@@ -229,21 +234,33 @@ class Child:
         and waits for no disk.
         """
         silent, last = 0.0, monotonic()
-        self._is_alive = True
+        self._is_alive, self.held_up = True, 0.0
         while silent <= self._mute_limit:
             await anyio.sleep(ASK_INTERVAL)
             now = monotonic()
             seconds, last = min(now - last, ASK_INTERVAL), now
-            if self._is_alive or self.state is not ChildState.READY or _is_held_up(process.pid):
+            if self._is_alive or self.state is not ChildState.READY:
+                self._note_held_up(0.0)
                 silent = 0.0
                 self._is_alive = False
                 self.send(SayAlive())
+            elif _is_held_up(process.pid):
+                self._note_held_up(self.held_up + seconds)
+                silent = 0.0
             else:
                 silent += seconds
         self._hung(f"{self.label} (process {process.pid}) has answered nothing for {silent:.0f} s")
         process.send_signal(STACKS_SIGNAL)
         await anyio.sleep(STACKS_SECONDS)
         process.kill()
+
+    def _note_held_up(self, seconds: float) -> None:
+        """Note for how long it has been held up, and say so once, and when it goes on."""
+        before, self.held_up = self.held_up, seconds
+        if before <= HELD_UP_SECONDS < seconds:
+            logger.warning("%s (process %s): %s", self.label, self.pid, HELD_UP)
+        elif seconds <= HELD_UP_SECONDS < before:
+            logger.info("%s (process %s) goes on", self.label, self.pid)
 
     def _hung(self, message: str) -> None:
         self.hangs += 1

@@ -36,7 +36,7 @@ from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import suggestion
 
-from .child import Child, ChildState
+from .child import HELD_UP, HELD_UP_SECONDS, Child, ChildState
 from .child_messages import DrainInstance, StartInstance, WorkerSettings
 from .graph import dependents_first
 from .in_process import Ending, Failure, failure_of
@@ -201,6 +201,8 @@ class Supervisor:
                 state = ChildState.RESTARTING if is_back else child.state
                 steps = ", ".join(map(str, child.steps))
                 reasons[child.label] = (steps or state.value) + why
+            elif child.held_up > HELD_UP_SECONDS:
+                reasons[child.label] = f"{HELD_UP}, for {child.held_up:.0f} s"
             elif child.problems:
                 reasons[child.label] = "; ".join(f"{k}: {v}" for k, v in child.problems.items())
         if self.ending.asked.is_set():

@@ -25,6 +25,7 @@ from dynbus.llm.mock.engine import MockConfig, MockEngine
 from . import hanging_engine
 from .hanging_engine import Engine
 from .project import Folder
+from .test_run import health
 
 pytestmark = pytest.mark.anyio
 
@@ -192,7 +193,8 @@ async def test_a_process_that_is_stopped_and_goes_on_does_not_hang(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DYNBUS_MUTE_LIMIT", "3")
-    async with engines(folder, 2) as runtime:
+    port = free_port()
+    async with engines(folder, 2, f"--health=127.0.0.1:{port}") as runtime:
         client = runtime.client(Engine)
         streams = [Stream(client, request_of(number)) for number in range(STREAMS)]
         await eventually(lambda: all(len(stream.token_ids) > 20 for stream in streams))
@@ -203,8 +205,12 @@ async def test_a_process_that_is_stopped_and_goes_on_does_not_hang(
             os.kill(victim, signal.SIGSTOP)
             # Far beyond all that it might be given.
             await asyncio.sleep(LIMIT + 5.0)
+            _, page = await asyncio.to_thread(health, port, "/ready")
+            [problem] = page["problems"].values()
+            assert "it is stopped (SIGSTOP) or waits for a disk, for " in problem
             os.kill(victim, signal.SIGCONT)
             await asyncio.sleep(1.0)
+        assert folder.output().count("it is stopped (SIGSTOP) or waits for a disk") == 2
         for stream in streams:
             await stream.check()
         # It makes steps again.
