@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -33,10 +34,12 @@ ENGINE = ComponentName("llm", "MockWorker")
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncGenerator[TestKit]:
-    write_profile(folder / "p.json", made_profile())
+async def serving(folder: Path, speed: float = 1.0) -> AsyncGenerator[TestKit]:
+    profile = folder / "p.json"
+    write_profile(profile, made_profile())
     async with TestKit() as kit:
-        await kit.start(MockWorker, profile=str(folder / "p.json"), max_num_seqs=2, blocks=32)
+        options: dict[str, Any] = {"max_num_seqs": 2, "blocks": 32, "speedup_ratio": speed}
+        await kit.start(MockWorker, profile=str(profile), **options)
         yield kit
 
 
@@ -75,7 +78,8 @@ def test_its_steps_are_measured_and_its_profile_checked(tmp_path: Path) -> None:
 
 def test_requests_of_a_batch_come_at_their_steps(tmp_path: Path) -> None:
     async def story() -> None:
-        async with serving(tmp_path) as kit:
+        # Steps of some 20 ms: shorter ones come together where the machine is busy.
+        async with serving(tmp_path, speed=0.05) as kit:
             bench = await open_served_bench(kit.caller, ENGINE)
             measured = await bench.carry_out(Batch([(0, 20, 8), (4, 20, 2)]))
 
