@@ -181,7 +181,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._wire = transport
         self._closing = ClosingTransport(transport, self._close)
         super().connection_made(cast("asyncio.Transport", self._closing))
-        self.flow: _Flow = _Flow(self.transport, self._may_read)
+        self.flow = self._flow = _Flow(self.transport, self._may_read)
         self._deadline = self.loop.call_later(self._settings.header_timeout, self._too_late)
         leaving = self._strangers.came(transport, network_of(self.client[0] if self.client else ""))
         if leaving is not None:
@@ -198,7 +198,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._drop_requests()
         # They hold this, which holds them: only a collection would find them.
         self._closing.release()
-        self.flow.release()
+        self._flow.release()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
