@@ -13,14 +13,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Final, NamedTuple
 
 import anyio
 import pytest
-from tests.conditions import eventually
+from tests.conditions import Stopwatch, eventually
 
 from dynbus.actors.runtime import Runtime
 from dynbus.bus.clock import monotonic
+from dynbus.llm import SmallConfig, SmallEngine
 from dynbus.llm.engine.worker import EngineWorker
 from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.mock.tiny_model import write_tiny_model
@@ -66,18 +68,33 @@ MOCKS: Final = Pool(
 
 
 def small_engines(folder: Path) -> Pool:
-    """Engines that compute a model of two layers, for 0.17 s of a core a request."""
+    """Engines that compute a model of two layers, with what they bear by what a prompt takes here.
+
+    One that gives prompts a fifth of its time has them wait for 1.7 times as long as they take, by
+    the formula of `capacity.py`; three of them leave two cores time for their outputs.
+    """
     config = write_tiny_model(folder) / "config.json"
     fields = json.loads(config.read_text())
     config.write_text(json.dumps({**fields, "max_position_embeddings": 4096}))
+    vocabulary = 200
+    engine = SmallEngine(folder, SmallConfig(backend="numpy", threads=1, blocks=2048))
+    took: list[float] = []
+    for number in range(5):
+        prompt = [Random(number).randrange(vocabulary) for _ in range(PROMPT)]
+        engine.add(f"{number}", GenerateRequest(prompt, 1, ignore_eos=True))
+        watch = Stopwatch()
+        while engine.has_work:
+            engine.step()
+        took.append(watch.seconds())
+    seconds = median(took)
     options = ("backend=numpy", "threads=1", "blocks=2048", f"model={folder}")
     return Pool(
         SmallWorker,
         [f"--SmallWorker.{option}" for option in options],
-        unit=2.0,
-        ttft=0.4,
+        unit=0.2 / seconds,
+        ttft=1.7 * seconds,
         itl=0.05,
-        vocabulary=200,
+        vocabulary=vocabulary,
     )
 
 
@@ -119,7 +136,7 @@ class Rise(NamedTuple):
         hours = sum(self.instances) / 3600
         always = max(self.instances) * len(self.instances) / 3600
         return (
-            f"{good} of {len(self.answers)} requests within {ttft:g} s and {itl:g} s, "
+            f"{good} of {len(self.answers)} requests within {ttft:.3g} s and {itl:g} s, "
             f"{min(self.instances)} to {max(self.instances)} instances, {hours:.3f} instance hours "
             f"of {always:.3f}"
         )
