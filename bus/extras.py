@@ -11,6 +11,7 @@ from typing import Final
 EXTRAS: Final = {
     "kv": ("numpy", "xxhash"),
     "http": ("httptools", "uvicorn"),
+    "keda": ("grpc", "google.protobuf"),
     "llm": ("fastokens", "huggingface_hub", "jinja2", "packaging", "tokenizers"),
     "oidc": ("cryptography", "jwt"),
     "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp"),

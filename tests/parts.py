@@ -135,7 +135,7 @@ PARTS: Final = {
         (),
         ("tests/llm",),
         foreign=("kv", "llm", "http"),
-        extras=("http", "metrics", "oidc", "zmq"),
+        extras=("http", "keda", "metrics", "oidc", "zmq"),
         group="tests-llm",
     ),
 }

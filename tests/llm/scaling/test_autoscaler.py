@@ -71,7 +71,9 @@ class InKit(Autoscaler, namespace="llm", component="Autoscaler"):
         return [self.orchestrator]
 
 
-async def start(kit: TestKit, orchestrator: Orchestrator, pool: str = "0:3") -> ActorInstance:
+async def start(
+    kit: TestKit, orchestrator: Orchestrator, pool: str = "0:3", **options: Any
+) -> ActorInstance:
     InKit.orchestrator = orchestrator
     return await kit.start(
         InKit,
@@ -83,6 +85,7 @@ async def start(kit: TestKit, orchestrator: Orchestrator, pool: str = "0:3") -> 
         down_after=30.0,
         hold=60.0,
         interval=1.0,
+        **options,
     )
 
 
