@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import os
@@ -17,11 +19,12 @@ import anyio
 import msgspec
 
 from dynbus import ConfigError, Unavailable
-from dynbus.spi import ComponentName
+from dynbus.spi import ComponentName, random_id, unix_time
 
 from .observation import PoolTarget
 
-SIGNATURE: Final = "X-Dynbus-Signature"
+SECRET: Final = "whsec_"
+"""The beginning of a secret whose rest is Base64; another one is taken as it is."""
 WEBHOOK_SECONDS: Final = 10.0
 MOST_OUTPUT: Final = 300
 """Characters of what a command says that are in a message."""
@@ -115,8 +118,8 @@ class WebhookCall(msgspec.Struct, frozen=True):
 class WebhookHands:
     """A URL that is POSTed each change, and answers with a status of 2xx when it has it.
 
-    With a secret, the header `X-Dynbus-Signature` has `sha256=` and the HMAC of the body in
-    hexadecimal digits.
+    With a secret it is signed by Standard Webhooks (https://www.standardwebhooks.com), so that
+    nobody can send it again later.
 
     Args:
         secret: a file with it; None for none.
@@ -139,6 +142,14 @@ class WebhookHands:
                 raise ConfigError(
                     f"webhook_secret = {str(secret)!r} cannot be read: {error}"
                 ) from None
+            if self._secret.startswith(SECRET.encode()):
+                try:
+                    self._secret = base64.b64decode(self._secret[len(SECRET) :], validate=True)
+                except binascii.Error as error:
+                    raise ConfigError(
+                        f"webhook_secret = {str(secret)!r}: what is behind {SECRET} is no Base64: "
+                        f"{error}"
+                    ) from None
             if not self._secret:
                 raise ConfigError(f"webhook_secret = {str(secret)!r} is empty")
 
@@ -150,7 +161,9 @@ class WebhookHands:
         from dynbus.llm.proxy.http_client import BrokenOff, NotReached
 
         body = msgspec.json.encode(WebhookCall(str(pool), target.desired, target.reason))
-        headers = {SIGNATURE: signature(self._secret, body)} if self._secret else {}
+        headers = {"webhook-id": random_id(), "webhook-timestamp": f"{unix_time():.0f}"}
+        if self._secret:
+            headers["webhook-signature"] = signature(self._secret, *headers.values(), body)
         address = self._client.address
         try:
             with anyio.fail_after(WEBHOOK_SECONDS):
@@ -165,6 +178,13 @@ class WebhookHands:
             raise Unavailable(f"{address} answers with status {status}")
 
 
-def signature(secret: bytes, body: bytes) -> str:
-    """The signature of a body: HMAC-SHA-256 (RFC 2104), as GitHub's webhooks have it."""
-    return f"sha256={hmac.new(secret, body, hashlib.sha256).hexdigest()}"
+def signature(secret: bytes, identity: str, sent_at: str, body: bytes) -> str:
+    """The signature of a message by Standard Webhooks 1.0: HMAC-SHA-256 (RFC 2104).
+
+    Args:
+        identity: of the message.
+        sent_at: Unix seconds.
+    """
+    signed = f"{identity}.{sent_at}.".encode() + body
+    digest = hmac.new(secret, signed, hashlib.sha256).digest()
+    return f"v1,{base64.b64encode(digest).decode()}"
