@@ -161,9 +161,10 @@ class WebhookHands:
         from dynbus.llm.proxy.http_client import BrokenOff, NotReached
 
         body = msgspec.json.encode(WebhookCall(str(pool), target.desired, target.reason))
-        headers = {"webhook-id": random_id(), "webhook-timestamp": f"{unix_time():.0f}"}
+        identity, sent_at = random_id(), f"{unix_time():.0f}"
+        headers = {"webhook-id": identity, "webhook-timestamp": sent_at}
         if self._secret:
-            headers["webhook-signature"] = signature(self._secret, *headers.values(), body)
+            headers["webhook-signature"] = signature(self._secret, identity, sent_at, body)
         address = self._client.address
         try:
             with anyio.fail_after(WEBHOOK_SECONDS):
