@@ -29,7 +29,10 @@ FULL: Final = 0.9
 """The share of a cache, and of the slots, that running requests may take: beyond it they are
 preempted, or wait."""
 BUSIEST: Final = 0.85
-"""The share of its time that an engine may give to prompts where no objective limits it."""
+"""The most of its time that an engine is taken to give to prompts, where its steps are measured."""
+RELAXED: Final = 3.0
+"""Times what an idle engine takes, to which an objective is relaxed that not even that one keeps.
+A single engine may give 0.23 of its time to prompts then, two of them half, and eight 0.85."""
 VARIATION: Final = 1.0
 """The squared coefficient of variation of the time of prompts, that of an exponential one."""
 FORGET: Final = 1800.0
@@ -154,23 +157,27 @@ class Need(NamedTuple):
 def need(kind: PoolKind, profile: EngineSpeed, demand: Demand, limits: Limits, most: int) -> Need:
     """The least number of instances that keep the objectives under a demand, at most `most`.
 
-    An objective that an idle instance misses is left out: only what it can do is needed then.
+    An objective that an idle instance misses is relaxed: it would be missed by any number, but
+    not by as much.
     """
     if demand.rate <= 0.0:
         return Need(0)
-    prompt = profile.prefill.at(demand.prompt_tokens)
+    ttft, itl = limits.ttft, limits.itl
+    idle_ttft = profile.prefill.at(demand.prompt_tokens) + profile.decode.base * (kind != "prefill")
+    idle_itl = profile.decode.at(demand.context_tokens)
     out_of_reach: list[str] = []
-    if kind != "decode" and prompt + profile.decode.base * (kind != "prefill") >= limits.ttft:
+    if kind != "decode" and idle_ttft >= ttft:
         out_of_reach.append("ttft")
-    if kind != "prefill" and profile.decode.at(demand.context_tokens) >= limits.itl:
+        ttft = RELAXED * idle_ttft
+    if kind != "prefill" and idle_itl >= itl:
         out_of_reach.append("itl")
+        itl = RELAXED * idle_itl
 
     def is_enough(instances: int) -> bool:
         state = predict(kind, profile, demand, instances)
         return (
-            state.busy < (BUSIEST if out_of_reach else 1.0)
-            and ("ttft" in out_of_reach or state.ttft <= limits.ttft)
-            and ("itl" in out_of_reach or state.itl <= limits.itl)
+            (kind == "decode" or state.ttft <= ttft)
+            and (kind == "prefill" or state.itl <= itl)
             and state.running * demand.context_tokens <= limits.context_tokens
             and (not limits.slots or state.running <= FULL * limits.slots)
         )

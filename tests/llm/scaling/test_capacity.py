@@ -102,6 +102,20 @@ def test_a_higher_rate_never_needs_fewer(
     )
 
 
+@pytest.mark.parametrize("rate", [0.5, 5.0, 20.0, 80.0])
+def test_an_objective_that_is_just_missed_takes_about_as_many_as_one_that_is_just_kept(
+    rate: float,
+) -> None:
+    demand = Demand(rate, 1000, 10, 1000)
+    idle = predict("aggregated", PROFILE, Demand(1e-9, 1000, 10, 1000), 1).ttft
+
+    kept = need("aggregated", PROFILE, demand, LIMITS._replace(ttft=1.01 * idle), 64)
+    missed = need("aggregated", PROFILE, demand, LIMITS._replace(ttft=0.99 * idle), 64)
+
+    assert (kept.out_of_reach, missed.out_of_reach) == ((), ("ttft",))
+    assert kept.instances / 3 <= missed.instances <= kept.instances
+
+
 @pytest.mark.parametrize(
     ("running", "context", "needed"),
     [(0, 0.0, 0), (1, 10.0, 1), (50, 89_000.0, 1), (50, 91_000.0, 2)],
