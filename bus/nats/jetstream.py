@@ -6,6 +6,7 @@ Reading a stream in order is in `nats/consumer.py`, sharing a work queue in `nat
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,9 @@ _NO_SUCH_MESSAGE: Final = ("no message found", "stream store EOF", "message dele
 
 SETUP: Final = "`dynbus setup NAMESPACE`"
 
+LOOK_SECONDS: Final = 0.02
+"""Between two looks at whether a stream that was made is there."""
+
 NEVER: Final = "2200-01-01T00:00:00Z"
 """The time until which the server pauses a consumer that nobody resumes."""
 MAX_WAITING_PULLS: Final = 16_384
@@ -111,11 +115,10 @@ class NatsJetStream:
             info = await self._refuse_second(config.name, probe, info, timeout)
         wanted = config.replicas or self.replicas
         if info is None:
-            if await self._create(config, wanted, timeout) == wanted:
+            is_made = await self._create(config, wanted, timeout) == wanted
+            info = await self._find_made(config.name, timeout)
+            if is_made:
                 return
-            info = await self._find(config.name, timeout)
-            if info is None:
-                raise NoStream(f"stream {config.name} was deleted while it was made")
         _refuse_misfit(info, config)
         settings = await self._deny_rollups(info["config"], config, timeout)
         if _is_in_cluster(info):
@@ -135,6 +138,20 @@ class NatsJetStream:
             return await self.api(f"STREAM.INFO.{stream}", {}, timeout=timeout)
         except NoStream:
             return None
+
+    async def _find_made(self, stream: str, timeout: float) -> dict[str, Any]:
+        """The server's information on a stream that was made a moment ago.
+
+        Of several who make it at once in a cluster, some have their answer before the servers
+        know of it.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while (info := await self._find(stream, timeout)) is None:
+                    await asyncio.sleep(LOOK_SECONDS)
+        except TimeoutError:
+            raise NoStream(f"stream {stream} was deleted while it was made") from None
+        return info
 
     async def _refuse_second(
         self, stream: str, subject: str, info: dict[str, Any] | None, timeout: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.bus.servers import server_stopped
 from dynbus.bus.errors import ConfigError, Unavailable
 from dynbus.bus.nats.api_requests import JetStreamError, unix_seconds
 from dynbus.bus.nats.connection import NatsConnection, connect
+from dynbus.bus.nats.jetstream import NatsJetStream
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.nats.stream_config import stream_request
 from dynbus.bus.transport import Message, NoRollup, NoStream, StreamConfig, StreamLimits
@@ -279,6 +281,30 @@ async def test_a_stream_of_an_earlier_version_takes_rollups_no_more(
     await connection.jetstream.delete_stream(stream)
     assert kept is not None
     assert found == config._replace(replicas=1)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("looks", [1, 3])
+async def test_a_stream_is_there_once_it_was_made_whoever_else_makes_it_at_once(
+    connection: NatsConnection, stream: str, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    jetstream = NatsJetStream(connection)
+    api, calls = jetstream.api, list[str]()
+
+    async def asked(call: str, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
+        calls.append(call.split(".")[1])
+        # As servers of a cluster do that make a stream for several at once.
+        if calls[-1] == "INFO" and calls.count("INFO") <= 1 + looks:
+            raise NoStream(f"{call}: stream not found")
+        return await api(call, request, timeout=timeout)
+
+    monkeypatch.setattr(jetstream, "api", asked)
+
+    config = StreamConfig(stream, (f"{stream}.>",), in_memory=True, replicas=1)
+    await jetstream.ensure_stream(config)
+    await jetstream.delete_stream(stream)
+
+    assert calls == ["INFO", "CREATE", *["INFO"] * (looks + 1), "DELETE"]
 
 
 @pytest.mark.anyio
