@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final, Unpack
 
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import (
@@ -145,12 +146,13 @@ class NatsJetStream:
         Of several who make it at once in a cluster, some have their answer before the servers
         know of it.
         """
-        try:
-            async with asyncio.timeout(timeout):
-                while (info := await self._find(stream, timeout)) is None:
-                    await asyncio.sleep(LOOK_SECONDS)
-        except TimeoutError:
-            raise NoStream(f"stream {stream} was deleted while it was made") from None
+        until = monotonic() + timeout
+        info = await self._find(stream, timeout)
+        while info is None:
+            if monotonic() > until:
+                raise NoStream(f"stream {stream} was deleted while it was made")
+            await asyncio.sleep(LOOK_SECONDS)
+            info = await self._find(stream, timeout)
         return info
 
     async def _refuse_second(
