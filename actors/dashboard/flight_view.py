@@ -46,6 +46,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "tier.damaged": "fault",
     "node.scaled": "scaling",
     "node.restarted": "scaling",
+    "pool.decided": "scaling",
+    "pool.not_scaled": "fault",
     MISSING: "gap",
     SAMPLED: "gap",
 }

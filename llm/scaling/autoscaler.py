@@ -33,6 +33,7 @@ from dynbus.spi import (
 )
 
 from .capacity import EngineSpeed, Line
+from .flight import ScalingFlight
 from .hands import CommandHands, Hands, WebhookHands
 from .keda import ExternalScaler, KedaOptions
 from .observation import PoolKind, PoolTarget
@@ -198,13 +199,16 @@ class _Acting:
     A target that was not carried out is asked for again at the next decision.
     """
 
-    def __init__(self, pool: ComponentName, first: int, hands: Sequence[Hands]) -> None:
+    def __init__(
+        self, pool: ComponentName, first: int, hands: Sequence[Hands], flight: ScalingFlight
+    ) -> None:
         self.pool = pool
         self.target = PoolTarget(first, "as it was")
         self.problem = ""
         # None where it is not known what came of the last try.
         self._done: int | None = first
         self._hands = hands
+        self._flight = flight
         self._is_acting = False
 
     @property
@@ -225,6 +229,7 @@ class _Acting:
         except Unavailable as error:
             if self.problem != error.message:
                 logger.warning("%s does not get its %d: %s", self.pool, target.desired, error)
+                self._flight.failed(str(self.pool), target)
             self.problem = error.message
         else:
             self._done, self.problem = target.desired, ""
@@ -269,6 +274,7 @@ class Scaler(Openable):
         election: of the one that decides.
         survey: sees the pools.
         hands: that act; none for those who read what is wanted.
+        flight: of what it decides.
         keda: asks what is wanted while this one is elected; None where it does not.
 
     Attributes:
@@ -281,6 +287,7 @@ class Scaler(Openable):
         election: Election,
         survey: PoolSurvey,
         hands: Sequence[Hands],
+        flight: ScalingFlight,
         keda: ExternalScaler | None = None,
         background: Background | None = None,
     ) -> None:
@@ -289,6 +296,7 @@ class Scaler(Openable):
         self._election = election
         self._survey = survey
         self._hands = hands
+        self._flight = flight
         self._keda = keda
         self.pools: list[_Acting] = []
 
@@ -321,16 +329,20 @@ class Scaler(Openable):
     async def _lead(self) -> None:
         policy, options = ScalingPolicy(self._options.scaling()), self._options
         acting: dict[str, _Acting] = {}
+        self._flight.begin()
         await self._survey.begin()
         async with anyio.create_task_group() as tasks:
             while True:
                 next_at = monotonic() + options.interval
                 observation = await self._survey.observe()
-                for name, target in policy.decide(observation).items():
+                targets = policy.decide(observation)
+                self._flight.decided(observation, targets)
+                for name, target in targets.items():
                     one = acting.get(name)
                     if one is None:
                         first = observation.pools[name].ready
-                        one = _Acting(ComponentName.parse(name), first, self._hands)
+                        pool = ComponentName.parse(name)
+                        one = _Acting(pool, first, self._hands, self._flight)
                         acting[name] = one
                     if one.target.desired != target.desired:
                         logger.info("%s: %d instances, %s", name, target.desired, target.reason)
@@ -382,7 +394,9 @@ class Autoscaler(Actor, namespace="llm"):
             survey = PoolSurvey(runtime, options.names)
             hands = self.make_hands(exits)
             keda = ExternalScaler(options) if options.keda and not options.dry_run else None
-            scaler = Scaler(options, election, survey, hands, keda, runtime.background)
+            flight = ScalingFlight(runtime.bus, name, options.scaling())
+            exits.callback(flight.close)
+            scaler = Scaler(options, election, survey, hands, flight, keda, runtime.background)
             await exits.enter_async_context(scaler)
             watch = AutoscalerWatch(runtime.bus, name, scaler)
             await exits.enter_async_context(watch)
