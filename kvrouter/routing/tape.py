@@ -419,7 +419,7 @@ class TapeWriter:
                 shape.block_size,
                 known,
                 known_hash,
-                shape.block_hashes[known:].astype("<u8").tobytes(),
+                shape.block_hashes[known:].astype("<u8", copy=False).tobytes(),
                 shape.expected_output_tokens,
                 shape.priority,
                 self._digest(tenant) if (tenant := shape.metadata.get(Context.TENANT_KEY)) else "",
@@ -560,10 +560,7 @@ class _TapedFollower:
 
     def overlaps(self, block_hashes: NDArray[np.uint64]) -> Mapping[Rank, Overlap]:
         overlaps = self._follower.overlaps(block_hashes)
-        seen: list[SeenOverlap] = [
-            (rank.instance, rank.dp_rank, one.device, one.host, one.disk, one.external)
-            for rank, one in overlaps.items()
-        ]
+        seen: list[SeenOverlap] = [(*rank, *one) for rank, one in overlaps.items()]
         self._heard.append((seen_prompt(block_hashes), seen))
         return overlaps
 
