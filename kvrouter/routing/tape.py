@@ -15,7 +15,7 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence, Set
 from hashlib import blake2b
-from typing import Annotated, Final, Protocol, TypeAlias
+from typing import Annotated, Final, Protocol, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -560,8 +560,9 @@ class _TapedFollower:
 
     def overlaps(self, block_hashes: NDArray[np.uint64]) -> Mapping[Rank, Overlap]:
         overlaps = self._follower.overlaps(block_hashes)
-        seen: list[SeenOverlap] = [(*rank, *one) for rank, one in overlaps.items()]
-        self._heard.append((seen_prompt(block_hashes), seen))
+        # Of a thousand instances it takes 40 us so, and three times that by their fields.
+        seen = [rank + one for rank, one in overlaps.items()]
+        self._heard.append((seen_prompt(block_hashes), cast("list[SeenOverlap]", seen)))
         return overlaps
 
     def awareness(self) -> CacheAwareness:
