@@ -37,6 +37,8 @@ FIGURES: Mapping[Kind, str] = {
 RATE: Mapping[Kind, str] = {"tokens": "tokens/s", "requests": "answers/s"}
 BARE = "bare engine"
 OURS = "dynbus"
+RECORDED = "dynbus on record"
+"""Beside ours alone: what its flight costs."""
 
 
 class Comparison:
@@ -160,6 +162,8 @@ async def _main() -> None:
         if unknown := [name for name in names if name not in chosen]:
             parser.error(f"there is no {', '.join(unknown)}: choose of {', '.join(chosen)}")
         chosen = {name: chosen[name] for name in names}
+    else:
+        del chosen[RECORDED]
     allow_many_files()
     streams: dict[Kind, int] = {"tokens": given.streams, "requests": given.side_by_side}
     async with AsyncExitStack() as exits:

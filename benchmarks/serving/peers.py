@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,10 +100,16 @@ class Settings(msgspec.Struct, frozen=True):
 Running = Callable[[Settings], AbstractAsyncContextManager[Peer]]
 
 
+ON_RECORD = {"DYNBUS_FLIGHT": "true", "DYNBUS_FLIGHT_RECORDS": "1000000"}
+"""Every request."""
+
+
 @asynccontextmanager
-async def dynbus(settings: Settings) -> AsyncGenerator[Peer]:
+async def dynbus(
+    settings: Settings, variables: Mapping[str, str] | None = None
+) -> AsyncGenerator[Peer]:
     """`dynbus http` and a mock engine."""
-    async with stack(settings.engine()) as served:
+    async with stack(settings.engine(), variables=variables) as served:
         pids = {
             "front end": [served.front],
             "bus": [served.broker],
@@ -335,7 +342,10 @@ async def _has(port: int, what: bytes) -> bool:
 
 def peers(python_vllm: str, python_dynamo: str) -> dict[str, Running]:
     """What can be compared, by names, ours first."""
-    found: dict[str, Running] = {"dynbus": dynbus}
+    found: dict[str, Running] = {
+        "dynbus": dynbus,
+        "dynbus on record": partial(dynbus, variables=ON_RECORD),
+    }
     if python_vllm:
         found |= {"dynbus, vLLM": dynbus_vllm(python_vllm), "vLLM": vllm(python_vllm)}
     if python_dynamo:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,27 +52,41 @@ async def measure(kind: str, spec: Spec) -> Any:
 
 @asynccontextmanager
 async def stack(
-    settings: EngineSettings, routing: str = "kv", *, options: Sequence[str] = ()
+    settings: EngineSettings,
+    routing: str = "kv",
+    *,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[Stack]:
-    """Engines, and a front end with further options that serves them."""
+    """Engines, and a front end with further options that serves them.
+
+    Args:
+        variables: of the environment of both, beside ours.
+    """
     async with AsyncExitStack() as exits:
         folder = exits.enter_context(tempfile.TemporaryDirectory())
         server = await exits.enter_async_context(run_nats_server(Path(folder)))
         command = module("engines", server.url, msgspec.json.encode(settings).decode())
+        environment = os.environ | (variables or {})
         started = [
-            await exits.enter_async_context(child(command)) for _ in range(settings.processes)
+            await exits.enter_async_context(child(command, environment))
+            for _ in range(settings.processes)
         ]
         for engines in started:
             await engines.answer()
-        front, url = await front_end(exits, server.url, routing, options)
+        front, url = await front_end(exits, server.url, routing, options, environment)
         yield Stack(server.url, url, server.pid, started[0].pid, front.pid)
 
 
 async def front_end(
-    exits: AsyncExitStack, bus: str, routing: str, options: Sequence[str] = ()
+    exits: AsyncExitStack,
+    bus: str,
+    routing: str,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[Child, str]:
     """`dynbus http` until `exits` are closed, and where it answers."""
     command = ["http", "--nats", bus, "--port", "0", "--routing", routing]
     command += ["--log-level", "warning", *options]
-    front = await exits.enter_async_context(child(module("front", *command)))
+    front = await exits.enter_async_context(child(module("front", *command), environment))
     return front, (await front.line()).decode().split()[-1]
