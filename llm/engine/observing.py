@@ -9,7 +9,7 @@ from dynbus.spi import Bus, InstanceName, Metrics, Readings
 
 from .hang_watch import HangWatch
 from .interface import EngineLimits, EngineLoad
-from .runner import EngineRunner
+from .runner import EngineRunner, RequestTotals
 
 STATUS_KEY: Final = "engine"
 SILENCE_SHOWN: Final = 2.0
@@ -29,24 +29,8 @@ class EngineWatch(InstanceWatch):
     def look(self) -> None:
         """Show how the engine is now."""
         runner = self._runner
-        load, limits, totals = runner.load, runner.limits, runner.totals
-        figures = {
-            "kv_blocks": limits.blocks,
-            "kv_blocks_used": load.active_blocks,
-            "prompt_tokens": load.prompt_tokens,
-            "cached_tokens": load.cached_tokens,
-            "output_tokens": runner.output_tokens,
-            "block_size": limits.block_size,
-            "slots": limits.max_num_seqs,
-            "running": load.running,
-            "waiting": load.waiting,
-            "requests": totals.submitted,
-            "requests_ended": totals.ended,
-            "first_tokens": totals.firsts,
-            "first_token_seconds": totals.first_seconds,
-            "decoded_tokens": totals.decoded_tokens,
-            "decode_seconds": totals.decode_seconds,
-        }
+        load, limits = runner.load, runner.limits
+        figures = engine_figures(load, limits, runner.totals, runner.output_tokens)
         text = _text(load, limits)
         hangs = self._hangs
         if hangs is not None:
@@ -71,6 +55,33 @@ class EngineWatch(InstanceWatch):
         self.put("failed_requests", runner.failed_requests)
         if load.prompt_tokens:
             self.put("hit_rate", load.cached_tokens / load.prompt_tokens)
+
+
+def engine_figures(
+    load: EngineLoad, limits: EngineLimits, totals: RequestTotals, output_tokens: int
+) -> dict[str, float]:
+    """The figures that an engine tells of itself, by their names.
+
+    Args:
+        output_tokens: that it has made so far.
+    """
+    return {
+        "kv_blocks": limits.blocks,
+        "kv_blocks_used": load.active_blocks,
+        "prompt_tokens": load.prompt_tokens,
+        "cached_tokens": load.cached_tokens,
+        "output_tokens": output_tokens,
+        "block_size": limits.block_size,
+        "slots": limits.max_num_seqs,
+        "running": load.running,
+        "waiting": load.waiting,
+        "requests": totals.submitted,
+        "requests_ended": totals.ended,
+        "first_tokens": totals.firsts,
+        "first_token_seconds": totals.first_seconds,
+        "decoded_tokens": totals.decoded_tokens,
+        "decode_seconds": totals.decode_seconds,
+    }
 
 
 def _text(load: EngineLoad, limits: EngineLimits) -> str:

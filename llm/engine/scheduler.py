@@ -480,10 +480,7 @@ class Scheduler(Generic[S]):
             request = self._next_waiting(takes_texts=text_budget > 0 < text_places)
             if request is None:
                 break
-            if request.is_parked:
-                has_place = self._parked < self._max_num_seqs
-            else:
-                has_place = budget > used and self._has_seat
+            has_place = self._has_place(request) and (request.is_parked or budget > used)
             cached_blocks = self._room_for(request) if has_place else None
             if cached_blocks is None:
                 self._is_full = budget > used
@@ -539,10 +536,9 @@ class Scheduler(Generic[S]):
         have a place."""
         return self._max_num_seqs - (len(self.running) - self._parked)
 
-    @property
-    def _has_seat(self) -> bool:
-        """True if one more request may run."""
-        return self._seats > 0
+    def _has_place(self, request: ScheduledRequest[S]) -> bool:
+        """True if a waiting request may run, or wait for its prompt, beside those that do."""
+        return self._parked < self._max_num_seqs if request.is_parked else self._seats > 0
 
     def _room_for(self, request: ScheduledRequest[S]) -> int | None:
         """Cached blocks that a waiting request would begin with; None without room for it."""
@@ -745,23 +741,26 @@ class Scheduler(Generic[S]):
     # Many steps at once ---------------------------------------------------------------
 
     def quiet_steps(self, limit: int) -> int:
-        """For how many steps every running request decodes and nothing else happens.
+        """For how many steps every running request that has its prompt decodes and nothing else
+        happens.
 
         The last of them may be the one in which a request ends. 0 when the next step does
         anything else; `limit` at most.
         """
-        if not self.running:
+        decoding = self.decoding
+        if not 0 < len(decoding) <= self._max_num_seqs:
             return 0
         steps = limit
-        for request in self.running:
+        for request in decoding:
             lacking = request.sequence.length - request.computed
-            if not request.generated or lacking != 1 or request.stop_token_ids:
+            if not request.generated or lacking != 1 or request.stop_token_ids or request.resumes:
                 return 0
             left = request.max_tokens - request.generated
             if left < steps:
                 steps = left
         # What keeps a request waiting now does so until another ends: blocks only get fewer.
-        if self.waiting and self._has_seat and self._room_for(self.waiting[0]) is not None:
+        first = self.waiting[0] if self.waiting else None
+        if first is not None and self._has_place(first) and self._room_for(first) is not None:
             return 0
         if self._lacks_room() and self._exchange() is not None:
             return 0
@@ -773,13 +772,20 @@ class Scheduler(Generic[S]):
         size = self._block_size
         return sum(
             max(0, -(-(request.computed + steps) // size) - len(request.blocks))
-            for request in self.running
+            for request in self.decoding
         )
 
     @property
+    def decoding(self) -> list[ScheduledRequest[S]]:
+        """The running requests that do not wait for their prompt."""
+        if not self._parked:
+            return self.running
+        return [request for request in self.running if not request.is_parked]
+
+    @property
     def context_tokens(self) -> int:
-        """The tokens of all running requests."""
-        return sum(request.sequence.length for request in self.running)
+        """The tokens of all of these."""
+        return sum(request.sequence.length for request in self.decoding)
 
     def decode(self, request: ScheduledRequest[S], steps: int) -> None:
         """Carry out quiet steps for a running request; the tokens that they make are there."""

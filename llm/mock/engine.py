@@ -17,7 +17,7 @@ from dynbus import ConfigError, Option, Options
 from dynbus.kvrouter import KvEvent
 from dynbus.llm.engine import EngineLimits, EngineLoad, Step
 from dynbus.llm.engine.block_manager import BlockManager
-from dynbus.llm.engine.interface import BlockTier, Prefill
+from dynbus.llm.engine.interface import BlockTier, Held, Prefill
 from dynbus.llm.engine.options import Blocks, BlockSize, KvEvents, MaxNumBatchedTokens, MaxNumSeqs
 from dynbus.llm.engine.request_pool import RequestPool
 from dynbus.llm.engine.scheduler import ScheduledRequest
@@ -163,7 +163,7 @@ class StepResult(NamedTuple):
         events: what the cache stored and removed, likewise.
         decoding: how many of the outputs continue the step before.
         preempted: how many requests lost their blocks.
-        admitted, prefilled: see `Step`.
+        admitted, prefilled, held: see `Step`.
     """
 
     duration: float
@@ -174,6 +174,7 @@ class StepResult(NamedTuple):
     preempted: int
     admitted: Sequence[str] = ()
     prefilled: Sequence[Prefill] = ()
+    held: Sequence[Held] = ()
 
 
 class MockEngine:
@@ -264,12 +265,36 @@ class MockEngine:
         self._pool.room(request_id, sequence.length, max_tokens)
         self._pool.add(request_id, (sequence,), max_tokens)
 
+    def reserve_sequence(
+        self, request_id: str, sequence: GrowingSequence, max_tokens: int
+    ) -> None:
+        """Take in a request whose prompt is computed elsewhere, as `reserve` of a
+        `TransferringEngine` does; raises like it."""
+        self._pool.check_hold(request_id)
+        self._pool.room(request_id, sequence.length, max_tokens)
+        self._pool.add(request_id, (sequence,), max_tokens, holds=True, is_parked=True)
+
+    def deliver(self, request_id: str, *, is_whole: bool) -> None:
+        """Let a reserved request go on with its second token, its first one being known; with its
+        prompt where that has not come."""
+        scheduled = self._pool.parked(request_id)
+        assert scheduled is not None, f"{request_id} waits for nothing"
+        computed = scheduled.sequence.length if is_whole else 0
+        self._scheduler.deliver(scheduled, computed, goes_on=is_whole)
+        self._pool.release(request_id)
+        if is_whole:
+            scheduled.sequence.extend(1)
+            scheduled.generated += 1
+            # The time since its token before is none of a step.
+            scheduled.resumes = True
+
     def announce(self, name: str, owner: str, session: str) -> None:
         """See `AnnouncedEngine`."""
         self._scheduler.announce(name, owner, session)
 
     def cancel(self, request_id: str) -> None:
         self._pool.cancel(request_id)
+        self._pool.release(request_id)
         self._logprobs.pop(request_id, None)
 
     def step(self) -> Step:
@@ -286,7 +311,7 @@ class MockEngine:
             result.duration,
             admitted=result.admitted,
             prefilled=result.prefilled,
-            held=self._scheduler.take_held(),
+            held=result.held,
         )
 
     def _generated(self, output: Output) -> Generated:
@@ -356,6 +381,7 @@ class MockEngine:
             plan.preempted,
             plan.admitted,
             prefilled,
+            self._scheduler.take_held(),
         )
 
     def quiet_until(self, now: float) -> float | None:
@@ -376,13 +402,13 @@ class MockEngine:
     def _quiet_durations(self, steps: int) -> NDArray[np.float64]:
         scheduler = self._scheduler
         return self.config.timing.decode_steps(
-            scheduler.context_tokens, len(scheduler.running), steps, self.config.capacity_tokens
+            scheduler.context_tokens, len(scheduler.decoding), steps, self.config.capacity_tokens
         )
 
     def _decode(self, durations: NDArray[np.float64]) -> StepResult:
         """Take quiet steps that take so long, one at least."""
         steps = len(durations)
-        running = list(self._scheduler.running)
+        running = list(self._scheduler.decoding)
         tokens = [request.sequence.extend(steps) for request in running]
         for request in running:
             self._scheduler.decode(request, steps)

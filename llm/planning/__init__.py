@@ -1,12 +1,10 @@
 """The number of engines that a traffic takes, by simulation with profiles of engines."""
 
-from .apart import ApartSimulation
 from .configuration import Configuration
 from .search import Plan, fewest, make_plan
 from .targets import Target, attained
 
 __all__ = [
-    "ApartSimulation",
     "Configuration",
     "Plan",
     "Target",

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dynbus import ConfigError
+from dynbus.llm.disaggregated.settings import DisaggregationSettings
 from dynbus.llm.mock.engine import MockConfig
 from dynbus.llm.mock.profile import EngineProfile
-from dynbus.llm.replay import ReplayResult, Simulation, Trace
-
-from .apart import ApartSimulation
+from dynbus.llm.replay import ApartSimulation, ReplayResult, Simulation, Trace
 
 
 class Engines(NamedTuple):
@@ -93,6 +92,9 @@ class Configuration:
             return simulation.run(trace, self.policy)
         block_seconds = self.profile.block_bytes / self.bandwidth
         apart = ApartSimulation(
-            simulation, engines.decoding, block_seconds / self.profile.block_size
+            simulation,
+            engines.decoding,
+            block_seconds / self.profile.block_size,
+            DisaggregationSettings(mode="remote"),
         )
         return apart.run(trace, self.policy)

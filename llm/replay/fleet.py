@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from heapq import heappop, heappush
 from random import Random
 from typing import Final, Protocol
@@ -43,6 +44,8 @@ from dynbus.kvrouter import (
     profiles,
 )
 from dynbus.llm.engine import EngineLoad
+from dynbus.llm.engine.observing import engine_figures
+from dynbus.llm.engine.runner import RequestTotals
 from dynbus.llm.mock.engine import MockConfig, MockEngine, Output, StepResult
 from dynbus.llm.mock.sequence import GrowingSequence, mix
 
@@ -80,7 +83,8 @@ class ReplayResult:
         requests: in the order of their arrival.
         intervals: seconds between two tokens of a request, and how often that was; both of
             shape [intervals].
-        busy: seconds that each instance computed; shape [instances].
+        busy: seconds that each instance computed; shape [instances]. Those that only compute
+            prompts come first.
         preempted: how often a request lost its blocks.
     """
 
@@ -88,27 +92,6 @@ class ReplayResult:
     intervals: tuple[NDArray[np.float64], NDArray[np.int64]]
     busy: list[float]
     preempted: int
-
-
-@dataclass(slots=True)
-class Totals:
-    """The sums over all requests so far, as engines count them.
-
-    Attributes:
-        prompt_tokens: of those that have their first token, without what was cached.
-        firsts, waited: requests with a first token, and the seconds until then at their instance.
-        ended, decoded, decoding: requests that ended, their tokens but the first, and the seconds
-            that these took.
-    """
-
-    arrivals: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    firsts: int = 0
-    waited: float = 0.0
-    ended: int = 0
-    decoded: int = 0
-    decoding: float = 0.0
 
 
 class SteppedEngine(Protocol):
@@ -119,6 +102,11 @@ class SteppedEngine(Protocol):
     @property
     def load(self) -> EngineLoad: ...
     def add_sequence(self, request_id: str, sequence: GrowingSequence, max_tokens: int) -> None: ...
+    def reserve_sequence(
+        self, request_id: str, sequence: GrowingSequence, max_tokens: int
+    ) -> None: ...
+    def deliver(self, request_id: str, *, is_whole: bool) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
     def advance_ended(self, now: float, until: float) -> StepResult | None: ...
     def quiet_until(self, now: float) -> float | None: ...
     def advance(self, now: float = 0.0, until: float | None = None) -> StepResult: ...
@@ -154,6 +142,27 @@ class PromptSequence:
 _NO_TOKENS: Final[list[int]] = []
 
 
+class Agenda:
+    """What happens when, in virtual time, of all fleets that it is given to."""
+
+    def __init__(self) -> None:
+        # (time, number of the entry, what is done then)
+        self._due: list[tuple[float, int, Callable[[float, int], None]]] = []
+        self._entries = 0
+
+    def at(self, time: float, what: Callable[[float, int], None]) -> int:
+        """Have something done, with its time and its number, which is returned."""
+        self._entries += 1
+        heappush(self._due, (time, self._entries, what))
+        return self._entries
+
+    def advance(self, now: float) -> None:
+        """Do what is due before `now`."""
+        while self._due and self._due[0][0] < now:
+            time, entry, what = heappop(self._due)
+            what(time, entry)
+
+
 class _Activity(Enum):
     IDLE = auto()
     STARTING = auto()
@@ -164,7 +173,7 @@ class _Activity(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class _Instance:
+class FleetInstance:
     """An engine and where it stands.
 
     Attributes:
@@ -174,6 +183,7 @@ class _Instance:
         result: of the step that it is in.
         wake: the number of the entry in the agenda that is valid; others are void.
         busy: seconds that it computed.
+        totals, output_tokens: of its requests, as `EngineRunner` counts them.
     """
 
     number: int
@@ -184,17 +194,22 @@ class _Instance:
     result: StepResult | None = None
     wake: int = 0
     busy: float = 0.0
+    totals: RequestTotals = field(default_factory=RequestTotals)
+    output_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _OpenRequest:
+class OpenRequest:
     """A request that has arrived and has not ended.
 
     Attributes:
         number: of the request in its trace.
         decision: the number of the scheduler's decision; 0 as long as it waits for one.
         made: tokens of its output so far.
-        sent: when its instance got it.
+        instance: that has it; None as long as it waits for one.
+        sent: when that got it.
+        expected_reuse: tokens that the router takes to be cached there.
+        first_here: when it had its first token there, behind `before` tokens from elsewhere.
     """
 
     request: TraceRequest
@@ -202,7 +217,11 @@ class _OpenRequest:
     replayed: ReplayedRequest
     decision: int = 0
     made: int = 0
+    instance: FleetInstance | None = None
     sent: float = 0.0
+    expected_reuse: int = 0
+    first_here: float = math.nan
+    before: int = 0
 
 
 class DelayedIndex:
@@ -261,6 +280,7 @@ class Fleet:
         event_delay: see `EVENT_DELAY`.
         seed: of what the router leaves to chance.
         make_engine: makes another engine of that configuration for each instance.
+        agenda: that is shared with other fleets, which advance together.
 
     Instances can come and go while it is driven step by step: `arrive`, `advance`, `add`, `drain`
     and `kill`. Requests that come while there is none are held until one is there.
@@ -268,7 +288,7 @@ class Fleet:
     Attributes:
         scheduler: the router's, to ask for its decisions and statistics.
         index: what the router follows; None where it guesses.
-        totals: of all requests so far.
+        agenda: its own unless it was given.
 
     Raises:
         ConfigError: the router's policy cannot be loaded.
@@ -283,10 +303,11 @@ class Fleet:
         event_delay: float = EVENT_DELAY,
         seed: int = 0,
         make_engine: Callable[[MockConfig], SteppedEngine] = MockEngine,
+        agenda: Agenda | None = None,
     ) -> None:
         self._config = config
         self._make_engine = make_engine
-        self._instances: dict[str, _Instance] = {}
+        self._instances: dict[str, FleetInstance] = {}
         self.index = DelayedIndex(event_delay) if router.exact else None
         self.scheduler = KvScheduler(router, follower=self.index, random=Random(seed))
         self._metadata = {
@@ -296,18 +317,15 @@ class Fleet:
             profiles.EVENTS_KEY: str(router.exact),
         }
         self._profiles: list[InstanceProfile] = []
-        # (time, number of the entry, instance)
-        self._agenda: list[tuple[float, int, _Instance]] = []
-        self._entries = 0
-        self._requests: dict[str, _OpenRequest] = {}
-        self._held: list[_OpenRequest] = []
+        self.agenda = Agenda() if agenda is None else agenda
+        self._requests: dict[str, OpenRequest] = {}
+        self._held: list[OpenRequest] = []
         self._replayed: list[ReplayedRequest] = []
         self._block_size = config.block_size
         self._waiting = 0
         # Seconds between tokens, and how many requests had each.
         self._intervals: list[tuple[NDArray[np.float64] | tuple[float, ...], int]] = []
         self._preempted = 0
-        self.totals = Totals()
         for name in names:
             self.add(name, 0.0)
 
@@ -336,10 +354,9 @@ class Fleet:
         """A request comes; times never go back. Returns its life, which is filled in later."""
         self.advance(now)
         replayed = ReplayedRequest(now, request.prompt_tokens, request.output_tokens)
-        opened = _OpenRequest(request, len(self._replayed), replayed)
+        opened = OpenRequest(request, len(self._replayed), replayed)
         self._replayed.append(replayed)
         self._requests[request.id] = opened
-        self.totals.arrivals += 1
         self._submit(opened, now)
         return replayed
 
@@ -359,7 +376,7 @@ class Fleet:
         """An instance with an empty cache is there; held requests go to it."""
         self.advance(now)
         number = len(self._instances)
-        self._instances[name] = _Instance(number, name, self._make_engine(self._config))
+        self._instances[name] = FleetInstance(number, name, self._make_engine(self._config))
         self._profiles = [*self._profiles, profiles.read_profile(name, self._metadata)]
         self._changed(now)
 
@@ -386,18 +403,31 @@ class Fleet:
         # What is in the agenda for it is void.
         instance.wake, instance.activity, instance.result = -1, _Activity.IDLE, None
         self.scheduler.remove_instance(name)
-        number = instance.number
-        lost = [one for one in self._requests.values() if one.replayed.instance == number]
+        lost = [one for one in self._requests.values() if one.instance is instance]
         for opened in lost:
             self.scheduler.ended(opened.decision, now, "StreamLost")
-            opened.replayed.instance, opened.decision = -1, 0
+            opened.replayed.instance, opened.decision, opened.instance = -1, 0, None
         for opened in lost:
-            self._submit(opened, now)
+            self._lost(opened, now)
         self._changed(now)
+
+    def _lost(self, opened: OpenRequest, now: float) -> None:
+        """The instance of a request is gone."""
+        self._submit(opened, now)
 
     def load(self, name: str) -> EngineLoad:
         """The load of an instance between its last two steps."""
         return self._instances[name].engine.load
+
+    def figures(self, name: str) -> dict[str, float]:
+        """The figures that an instance tells of itself, as a real one does."""
+        one = self._instances[name]
+        return engine_figures(one.engine.load, self._config.limits, one.totals, one.output_tokens)
+
+    @property
+    def instances(self) -> int:
+        """The number of instances that take requests."""
+        return len(self._profiles)
 
     @property
     def held(self) -> int:
@@ -422,7 +452,7 @@ class Fleet:
 
     # The router ---------------------------------------------------------------------------
 
-    def _submit(self, opened: _OpenRequest, now: float) -> None:
+    def _submit(self, opened: OpenRequest, now: float) -> None:
         """Have the router decide for a request, or hold it where there is no instance."""
         if not self._profiles:
             self._held.append(opened)
@@ -465,19 +495,28 @@ class Fleet:
 
     def _send(self, asked: SchedulingRequest, decision: Decision, now: float) -> None:
         opened = self._requests[asked.request_id]
-        opened.decision = decision.number
+        opened.decision, opened.expected_reuse = decision.number, decision.expected_reuse
         request, instance = opened.request, self._instances[decision.chosen.instance]
-        opened.replayed.instance, opened.sent = instance.number, now
+        opened.replayed.instance, opened.instance = instance.number, instance
+        opened.sent, opened.before = now, opened.made
+        instance.totals.submitted += 1
         sequence = PromptSequence(request, opened.number, asked.shape.sequence_hashes)
         if opened.made:
             sequence.extend(opened.made)
-        self._deliver(instance, sequence, opened, now)
+        self._disturb(instance, now)
+        self._add(instance, sequence, opened)
 
     # The engines --------------------------------------------------------------------------
 
-    def _deliver(
-        self, instance: _Instance, sequence: PromptSequence, opened: _OpenRequest, now: float
+    def _add(
+        self, instance: FleetInstance, sequence: PromptSequence, opened: OpenRequest
     ) -> None:
+        """Give a request to its engine."""
+        request = opened.request
+        instance.engine.add_sequence(request.id, sequence, request.output_tokens - opened.made)
+
+    def _disturb(self, instance: FleetInstance, now: float) -> None:
+        """Have an engine that gets something to do begin with it as soon as it can."""
         if instance.activity is _Activity.QUIET:
             # The quiet steps that begin later will not be quiet.
             instance.result = instance.engine.advance(instance.began, now)
@@ -486,27 +525,23 @@ class Fleet:
         elif instance.activity is _Activity.IDLE:
             instance.activity = _Activity.STARTING
             self._wake_at(now, instance)
-        request = opened.request
-        instance.engine.add_sequence(request.id, sequence, request.output_tokens - opened.made)
 
-    def _wake_at(self, time: float, instance: _Instance) -> None:
-        self._entries += 1
-        instance.wake = self._entries
-        heappush(self._agenda, (time, self._entries, instance))
+    def _wake_at(self, time: float, instance: FleetInstance) -> None:
+        instance.wake = self.agenda.at(time, partial(self._wake, instance))
 
     def advance(self, now: float) -> None:
         """Carry out what ends before `now`."""
-        agenda = self._agenda
-        while agenda and agenda[0][0] < now:
-            time, entry, instance = heappop(agenda)
-            if entry == instance.wake:
-                self._end_steps(instance, time)
-                # Between two steps: what is sent to it now is in the one that begins.
-                instance.activity = _Activity.IDLE
-                self._release(time)
-                self._begin_steps(instance, time)
+        self.agenda.advance(now)
 
-    def _begin_steps(self, instance: _Instance, now: float) -> None:
+    def _wake(self, instance: FleetInstance, now: float, entry: int) -> None:
+        if entry == instance.wake:
+            self._end_steps(instance, now)
+            # Between two steps: what is sent to it now is in the one that begins.
+            instance.activity = _Activity.IDLE
+            self._release(now)
+            self._begin_steps(instance, now)
+
+    def _begin_steps(self, instance: FleetInstance, now: float) -> None:
         engine = instance.engine
         instance.began = now
         if not engine.has_work:
@@ -521,12 +556,15 @@ class Fleet:
             instance.activity = _Activity.QUIET
         self._wake_at(end, instance)
 
-    def _end_steps(self, instance: _Instance, now: float) -> None:
+    def _end_steps(self, instance: FleetInstance, now: float) -> None:
         if instance.activity is _Activity.QUIET:
             instance.result = instance.engine.advance(instance.began, _NEVER)
         result, instance.result = instance.result, None
-        if result is None:
-            return
+        if result is not None:
+            self._note_steps(instance, result, now)
+
+    def _note_steps(self, instance: FleetInstance, result: StepResult, now: float) -> None:
+        """Take in what steps have made."""
         instance.busy += result.duration
         self._preempted += result.preempted
         if result.decoding:
@@ -537,31 +575,49 @@ class Fleet:
             self.index.tell(instance.name, result.events, now)
 
     def _note(self, output: Output, now: float) -> None:
-        opened, scheduler = self._requests[output.request_id], self.scheduler
-        replayed, totals = opened.replayed, self.totals
-        totals.output_tokens += output.count
-        seen = now + self._config.latency
+        opened = self._requests[output.request_id]
         if output.is_first:
-            if not opened.made:
-                replayed.first_token = seen
-                replayed.cached_tokens = output.cached_tokens
-            totals.firsts += 1
-            totals.waited += now - opened.sent
-            totals.prompt_tokens += replayed.prompt_tokens + opened.made - output.cached_tokens
-            if opened.made:
-                # It went on elsewhere.
-                self._intervals.append(((seen - replayed.last_token,), 1))
-            scheduler.first_item(opened.decision, now)
-            scheduler.note_reused(opened.decision, output.cached_tokens, now)
+            self._note_first(opened, output.cached_tokens, now)
         elif output.resumes:
-            self._intervals.append(((seen - replayed.last_token,), 1))
-        replayed.last_token = seen
-        opened.made += output.count
-        if scheduler.config.track_output:
-            scheduler.grown(opened.decision, opened.made)
+            self._note_gap(opened, now)
+        self._note_tokens(opened, output.count, now)
         if output.finish_reason is not None:
-            del self._requests[output.request_id]
-            totals.ended += 1
-            totals.decoded += opened.made - 1
-            totals.decoding += seen - replayed.first_token
-            scheduler.ended(opened.decision, now)
+            self._note_end(opened, now)
+
+    def _note_first(self, opened: OpenRequest, cached_tokens: int, now: float) -> None:
+        """A request has its first token of its instance."""
+        assert opened.instance is not None, "a token is of an instance"
+        totals = opened.instance.totals
+        totals.firsts += 1
+        totals.first_seconds += now - opened.sent
+        opened.first_here = now
+        if opened.made:
+            # It went on elsewhere.
+            self._note_gap(opened, now)
+        else:
+            opened.replayed.first_token = now + self._config.latency
+            opened.replayed.cached_tokens = cached_tokens
+        self.scheduler.first_item(opened.decision, now)
+        self.scheduler.note_reused(opened.decision, cached_tokens, now)
+
+    def _note_gap(self, opened: OpenRequest, now: float) -> None:
+        """The time since the token before is none of a step."""
+        seen = now + self._config.latency
+        self._intervals.append(((seen - opened.replayed.last_token,), 1))
+
+    def _note_tokens(self, opened: OpenRequest, count: int, now: float) -> None:
+        assert opened.instance is not None, "a token is of an instance"
+        opened.instance.output_tokens += count
+        opened.replayed.last_token = now + self._config.latency
+        opened.made += count
+        if self.scheduler.config.track_output:
+            self.scheduler.grown(opened.decision, opened.made)
+
+    def _note_end(self, opened: OpenRequest, now: float) -> None:
+        assert opened.instance is not None, "a token is of an instance"
+        del self._requests[opened.request.id]
+        totals = opened.instance.totals
+        totals.ended += 1
+        totals.decoded_tokens += opened.made - opened.before - 1
+        totals.decode_seconds += now - opened.first_here
+        self.scheduler.ended(opened.decision, now)

@@ -1,34 +1,34 @@
 """A trace on a fleet whose instances come and go as an autoscaler says, with faults, in virtual
 time.
 
-The place of the orchestrator is taken by a simple one: it starts what is missing, each instance a
-cold start later, drains what is too much, the newest first, and replaces what dies. Instances are
-paid for from their start to their end, whether they serve or not.
+The place of the orchestrator is taken by a simple one: it starts what is missing in each pool, each
+instance a cold start later, drains what is too much, the newest first, and replaces what dies.
+Instances are paid for from their start to their end, whether they serve or not. What the autoscaler
+sees is reckoned from what instances say of themselves, by the code that does it on the bus.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from typing import Final, Literal, NamedTuple
 
-from dynbus.llm.scaling import Observation, PoolLoad, PoolState, PoolTarget
+from dynbus.llm.scaling import Observation, PoolCounts, PoolLoad, PoolState, PoolTarget
 
-from .fleet import Fleet, ReplayedRequest, ReplayResult, Totals
+from .apart import ApartSimulation
+from .fleet import Fleet, ReplayedRequest, ReplayResult
 from .report import Objective
 from .simulation import Simulation
 from .trace import Trace
 
 MOST_SECONDS: Final = 7 * 86_400.0
 """Virtual time after which requests that have not ended never will."""
-POOL: Final = "fleet"
-"""The name of the one pool."""
 
-Decide = Callable[[Observation], PoolTarget]
-"""The decision of an autoscaler about the one pool."""
+Decide = Callable[[Observation], Mapping[str, PoolTarget]]
+"""The decision of an autoscaler about all pools."""
 
 
 class Fault(NamedTuple):
@@ -40,6 +40,7 @@ class Fault(NamedTuple):
             another one set the number of instances to `instances`.
         at: seconds after the first arrival.
         cold_start: seconds until what is started by `hand` serves; None for that of the fleet.
+        pool: in which; empty for the one that requests go to.
     """
 
     kind: Literal["lost", "stuck", "dies", "hand"]
@@ -48,10 +49,11 @@ class Fault(NamedTuple):
     instances: int = 0
     instance: str = ""
     cold_start: float | None = None
+    pool: str = ""
 
 
 class Sample(NamedTuple):
-    """The state of the fleet at a decision.
+    """The state of a pool at a decision.
 
     Attributes:
         running: requests in engines, before it.
@@ -61,6 +63,7 @@ class Sample(NamedTuple):
         set_to: the instances that the orchestrator is set to after it.
     """
 
+    pool: str
     time: float
     ready: int
     starting: int
@@ -79,7 +82,7 @@ class ScaledResult:
 
     Attributes:
         replay: of the engines and their requests.
-        samples: of each decision.
+        samples: of each decision, one for each pool.
         instance_seconds: that were paid for.
         missed: faults that ended no instance, since none served then.
     """
@@ -115,7 +118,7 @@ def _unserved(fleet: Fleet) -> ValueError:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """An instance of the fleet.
+    """An instance of a pool.
 
     Attributes:
         ready_at: when it serves; infinite for one that never will.
@@ -128,123 +131,45 @@ class _Member:
     state: Literal["starting", "ready", "draining", "gone"] = "starting"
 
 
-class ScaledFleet:
-    """Replays one trace, once, on a fleet that is scaled.
+class _Pool:
+    """A pool and its orchestrator.
 
     Args:
-        simulation: the fleet at the beginning, where all instances serve, and its router.
-        policy: of the router, by its name.
-        decide: the autoscaler; None for faults alone, and no samples.
+        at: has something done at a time.
+        faults: of this pool.
         cold_start: seconds from the start of an instance until it serves.
-        interval: seconds between two decisions.
-        first: another number of instances at the beginning.
-        names: of those, as far as they have one.
+        first: instances at the beginning.
+        names: of the first instances, as far as they have one.
+
+    Attributes:
+        set_to: instances that it is to have.
+        paid: seconds of instances that are gone.
     """
 
     def __init__(
         self,
-        simulation: Simulation,
-        policy: str,
-        decide: Decide | None,
-        *,
+        fleet: Fleet,
+        first: int,
+        at: Callable[[float, Callable[[float], None]], None],
+        faults: Sequence[Fault],
         cold_start: float,
-        interval: float = 1.0,
-        faults: Sequence[Fault] = (),
-        first: int | None = None,
-        names: Sequence[str] = (),
+        names: Sequence[str],
     ) -> None:
-        self._simulation = simulation
-        self._decide = decide
-        self._cold_start = cold_start
-        self._interval = interval
+        self.set_to = self._asked = first
+        self.paid = 0.0
+        self._fleet = fleet
+        self._at = at
         self._faults = faults
+        self._cold_start = cold_start
         self._names = names
-        self._count = count = simulation.instances if first is None else first
-        self._set_to = count
-        self._asked = count
-        self._fleet = Fleet(
-            [],
-            simulation.config(policy),
-            simulation.engine,
-            event_delay=simulation.event_delay,
-            seed=simulation.seed,
-        )
         self._members: list[_Member] = []
         self._made = 0
-        # (time, number, what is done then)
-        self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
-        self._entries = 0
-        self._before = Totals()
-        self._result = ScaledResult()
+        self._counts = PoolCounts()
 
-    def run(
-        self,
-        trace: Trace,
-        *,
-        idle: float = 0.0,
-        progress: Callable[[int], None] | None = None,
-    ) -> ScaledResult:
-        """Replay the trace, and go on deciding for `idle` seconds after its last token.
+    # The orchestrator ---------------------------------------------------------------------
 
-        Args:
-            progress: is told how many requests have arrived.
-
-        Raises:
-            ValueError: requests wait that nothing will ever serve.
-        """
-        for _ in range(self._count):
-            self._start(0.0, 0.0)
-        self._carry_out(0.0)
-        for fault in self._faults:
-            if fault.kind == "dies":
-                self._at(fault.at, partial(self._die, fault))
-            elif fault.kind == "hand":
-                by_hand = partial(self._set, fault.instances, cold_start=fault.cold_start)
-                self._at(fault.at, by_hand)
-        if self._decide is not None:
-            self._at(self._interval, partial(self._look, self._decide))
-        fleet, result = self._fleet, self._result
-        began = trace.requests[0].arrival
-        for number, request in enumerate(trace.requests):
-            if progress is not None and number % 64 == 0:
-                progress(number)
-            now = (request.arrival - began) / self._simulation.speed
-            self._until(now)
-            fleet.arrive(request, now)
-        last = ends = (trace.requests[-1].arrival - began) / self._simulation.speed
-        self._until(ends)
-        if self._decide is None:
-            self._until(math.inf)
-        while fleet.is_busy and self._decide is not None:
-            if ends > last + MOST_SECONDS:
-                raise _unserved(fleet)
-            ends += self._interval
-            self._until(ends)
-        ends += idle
-        self._until(ends)
-        result.replay = fleet.finish()
-        if fleet.is_busy:
-            raise _unserved(fleet)
-        result.instance_seconds += sum(
-            ends - member.began for member in self._members if member.state != "gone"
-        )
-        return result
-
-    # Time ---------------------------------------------------------------------------------
-
-    def _at(self, time: float, what: Callable[[float], None]) -> None:
-        self._entries += 1
-        heappush(self._agenda, (time, self._entries, what))
-
-    def _until(self, now: float) -> None:
-        while self._agenda and self._agenda[0][0] <= now:
-            time, _, what = heappop(self._agenda)
-            self._fleet.advance(time)
-            what(time)
-
-    # The orchestrator -----------------------------------------------------------------------
-
-    def _of(self, *states: str) -> list[_Member]:
+    def of(self, *states: str) -> list[_Member]:
+        """The instances in these states."""
         return [member for member in self._members if member.state in states]
 
     def _is_within(self, kind: str, now: float) -> bool:
@@ -269,16 +194,17 @@ class ScaledFleet:
             member.state = "ready"
             self._fleet.add(member.name, now)
 
-    def _set(self, count: int, now: float, *, cold_start: float | None = None) -> None:
-        self._set_to = count
+    def set(self, count: int, now: float, *, cold_start: float | None = None) -> None:
+        """Have so many instances from now on."""
+        self.set_to = count
         self._carry_out(now, cold_start)
 
     def _carry_out(self, now: float, cold_start: float | None = None) -> None:
         """Start what is missing, and let go of what is too much: first what does not serve yet."""
-        there = self._of("ready", "starting")
-        for _ in range(len(there), self._set_to):
+        there = self.of("ready", "starting")
+        for _ in range(len(there), self.set_to):
             self._start(now, self._cold_start if cold_start is None else cold_start)
-        surplus = len(there) - self._set_to
+        surplus = len(there) - self.set_to
         if surplus > 0:
             newest = sorted(there, key=lambda one: (one.state == "starting", one.began))
             for member in newest[-surplus:]:
@@ -292,57 +218,185 @@ class ScaledFleet:
         if member.state != "starting":
             self._fleet.kill(member.name, now)
         member.state = "gone"
-        self._result.instance_seconds += now - member.began
+        self.paid += now - member.began
 
-    def _die(self, fault: Fault, now: float) -> None:
-        named = fault.instance
-        ready = [one for one in self._of("ready") if not named or one.name == named]
-        if not (ready and self._fleet.is_busy):
-            self._result.missed.append(fault)
+    def die(self, name: str, now: float) -> bool:
+        """End an instance that serves, the oldest for an empty name; False where there is none."""
+        ready = [one for one in self.of("ready") if not name or one.name == name]
         if ready:
             self._end(ready[0], now)
             self._carry_out(now)
+        return bool(ready)
+
+    def paid_until(self, now: float) -> float:
+        """Seconds of all instances."""
+        return self.paid + sum(now - one.began for one in self._members if one.state != "gone")
+
+    # What the autoscaler sees of it, and wants ---------------------------------------------
+
+    def state(self, now: float) -> tuple[PoolState, PoolLoad]:
+        """The pool as it shows itself now, and its load even if it does not say it."""
+        for member in self.of("draining"):
+            left = self._fleet.load(member.name)
+            if not left.running + left.waiting:
+                self._end(member, now)
+        ready = [one.name for one in self.of("ready")]
+        draining = [one.name for one in self.of("draining")]
+        figures = {name: self._fleet.figures(name) for name in (*ready, *draining)}
+        load = self._load(figures.values())
+        if self._is_within("lost", now):
+            # One that does not answer is enough.
+            figures = {name: said for name, said in figures.items() if name not in ready[:1]}
+        return self._counts.state(ready, draining, figures, self._fleet.held), load
+
+    def _load(self, figures: Collection[Mapping[str, float]]) -> PoolLoad:
+        def total(name: str) -> int:
+            return int(sum(said[name] for said in figures))
+
+        blocks = sum(said["block_size"] * said["kv_blocks_used"] for said in figures)
+        return PoolLoad(self._fleet.held + total("waiting"), total("running"), blocks)
+
+    def ask(self, target: PoolTarget, now: float) -> None:
+        """Have a target of the autoscaler carried out, if it is another one than before."""
+        if target.desired != self._asked:
+            self._asked = target.desired
+            self.set(target.desired, now)
+
+
+class ScaledFleet:
+    """Replays one trace, once, on a fleet that is scaled.
+
+    Args:
+        simulation: the pools at the beginning, where all instances serve, and their router.
+        policy: of the router, by its name.
+        decide: the autoscaler; None for faults alone, and no samples.
+        cold_start: seconds from the start of an instance until it serves.
+        interval: seconds between two decisions.
+        first: another number of instances at the beginning, by the pool.
+        names: of those of the pool that requests go to, as far as they have one.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation | ApartSimulation,
+        policy: str,
+        decide: Decide | None,
+        *,
+        cold_start: float,
+        interval: float = 1.0,
+        faults: Sequence[Fault] = (),
+        first: Mapping[str, int] | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        self._speed = simulation.speed
+        self._decide = decide
+        self._interval = interval
+        self._faults = faults
+        counts = simulation.counts if first is None else first
+        fleets = simulation.fleets(policy)
+        # (time, number, what is done then)
+        self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
+        self._entries = 0
+        *_, (self._front, self._fleet) = fleets.items()
+        self._pools = {
+            name: _Pool(
+                fleet,
+                counts[name],
+                self._at,
+                [fault for fault in faults if (fault.pool or self._front) == name],
+                cold_start,
+                names if name == self._front else (),
+            )
+            for name, fleet in fleets.items()
+        }
+        self._result = ScaledResult()
+
+    def run(
+        self,
+        trace: Trace,
+        *,
+        idle: float = 0.0,
+        progress: Callable[[int], None] | None = None,
+    ) -> ScaledResult:
+        """Replay the trace, and go on deciding for `idle` seconds after its last token.
+
+        Args:
+            progress: is told how many requests have arrived.
+
+        Raises:
+            ValueError: requests wait that nothing will ever serve.
+        """
+        self._begin()
+        fleet, result = self._fleet, self._result
+        began = trace.requests[0].arrival
+        for number, request in enumerate(trace.requests):
+            if progress is not None and number % 64 == 0:
+                progress(number)
+            now = (request.arrival - began) / self._speed
+            self._until(now)
+            fleet.arrive(request, now)
+        last = ends = (trace.requests[-1].arrival - began) / self._speed
+        self._until(ends)
+        if self._decide is None:
+            self._until(math.inf)
+        while fleet.is_busy and self._decide is not None:
+            if ends > last + MOST_SECONDS:
+                raise _unserved(fleet)
+            ends += self._interval
+            self._until(ends)
+        ends += idle
+        self._until(ends)
+        result.replay = fleet.finish()
+        if fleet.is_busy:
+            raise _unserved(fleet)
+        result.instance_seconds = sum(pool.paid_until(ends) for pool in self._pools.values())
+        return result
+
+    def _begin(self) -> None:
+        for pool in self._pools.values():
+            pool.set(pool.set_to, 0.0, cold_start=0.0)
+        for fault in self._faults:
+            pool = self._pools[fault.pool or self._front]
+            if fault.kind == "dies":
+                self._at(fault.at, partial(self._die, pool, fault))
+            elif fault.kind == "hand":
+                self._at(
+                    fault.at, partial(pool.set, fault.instances, cold_start=fault.cold_start)
+                )
+        if self._decide is not None:
+            self._at(self._interval, partial(self._look, self._decide))
+
+    def _die(self, pool: _Pool, fault: Fault, now: float) -> None:
+        if not (self._fleet.is_busy and pool.of("ready")):
+            self._result.missed.append(fault)
+        pool.die(fault.instance, now)
+
+    # Time ---------------------------------------------------------------------------------
+
+    def _at(self, time: float, what: Callable[[float], None]) -> None:
+        self._entries += 1
+        heappush(self._agenda, (time, self._entries, what))
+
+    def _until(self, now: float) -> None:
+        while self._agenda and self._agenda[0][0] <= now:
+            time, _, what = heappop(self._agenda)
+            self._fleet.advance(time)
+            what(time)
 
     # The autoscaler -------------------------------------------------------------------------
 
     def _look(self, decide: Decide, now: float) -> None:
         """Show the autoscaler what is there, and do what it wants."""
-        for member in self._of("draining"):
-            left = self._fleet.load(member.name)
-            if not left.running + left.waiting:
-                self._end(member, now)
-        load, is_lost = self._load(), self._is_within("lost", now)
-        ready, draining = len(self._of("ready")), len(self._of("draining"))
-        state = PoolState(ready, draining, None if is_lost else load)
-        target = decide(Observation(now, {POOL: state}))
-        if target.desired != self._asked:
-            self._asked = target.desired
-            self._set(target.desired, now)
-        self._result.samples.append(
-            Sample(
-                *(now, ready, len(self._of("starting")), draining, load.running, load.waiting),
-                *(round(load.context_tokens), is_lost, target, self._set_to),
+        seen = {name: pool.state(now) for name, pool in self._pools.items()}
+        targets = decide(Observation(now, {name: state for name, (state, _) in seen.items()}))
+        for name, (state, load) in seen.items():
+            pool, target = self._pools[name], targets[name]
+            pool.ask(target, now)
+            self._result.samples.append(
+                Sample(
+                    *(name, now, state.ready, len(pool.of("starting")), state.draining),
+                    *(load.running, load.waiting, round(load.context_tokens)),
+                    *(state.load is None, target, pool.set_to),
+                )
             )
-        )
         self._at(now + self._interval, partial(self._look, decide))
-
-    def _load(self) -> PoolLoad:
-        fleet, engine = self._fleet, self._simulation.engine
-        loads = [fleet.load(member.name) for member in self._of("ready", "draining")]
-        totals, before = fleet.totals, self._before
-        self._before = Totals(**{name: getattr(totals, name) for name in Totals.__slots__})
-        firsts, decoded = totals.firsts - before.firsts, totals.decoded - before.decoded
-        return PoolLoad(
-            waiting=fleet.held + sum(load.waiting for load in loads),
-            running=sum(load.running for load in loads),
-            context_tokens=engine.block_size * sum(load.active_blocks for load in loads),
-            capacity_tokens=engine.capacity_tokens,
-            slots=engine.max_num_seqs,
-            arrivals=totals.arrivals - before.arrivals,
-            ended=totals.ended - before.ended,
-            prompt_tokens=totals.prompt_tokens - before.prompt_tokens,
-            output_tokens=totals.output_tokens - before.output_tokens,
-            firsts=firsts,
-            ttft=(totals.waited - before.waited) / firsts if firsts else None,
-            itl=(totals.decoding - before.decoding) / decoded if decoded else None,
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -16,6 +16,9 @@ from .trace import Trace
 
 MOST_SECONDS: Final = 1e9
 """Virtual time that a replay may take: in 31 years a clock of floats still knows microseconds."""
+
+POOL: Final = "fleet"
+"""The name of a pool that is the only one."""
 
 AT_ONCE: Final = 1e9
 """A speed at which all requests of a trace are there at once."""
@@ -51,6 +54,28 @@ class Simulation:
             raise ValueError(f"event_delay = {self.event_delay}: it must be 0 or more")
 
     @property
+    def counts(self) -> Mapping[str, int]:
+        """The instances of each pool."""
+        return {POOL: self.instances}
+
+    def fleets(self, policy: str) -> Mapping[str, Fleet]:
+        """The pools, without instances; requests go to the last of them.
+
+        Raises:
+            ConfigError: there is no such policy.
+        """
+        return {POOL: self._fleet(policy, [])}
+
+    def _fleet(self, policy: str, names: Sequence[str]) -> Fleet:
+        return Fleet(
+            names,
+            self.config(policy),
+            self.engine,
+            event_delay=self.event_delay,
+            seed=self.seed,
+        )
+
+    @property
     def names(self) -> list[str]:
         """Of the instances."""
         return [f"engine-{number}" for number in range(self.instances)]
@@ -74,13 +99,7 @@ class Simulation:
             ValueError: the blocks of the trace are not those of the engine, or it takes too long.
         """
         self.check(trace)
-        fleet = Fleet(
-            self.names,
-            self.config(policy),
-            self.engine,
-            event_delay=self.event_delay,
-            seed=self.seed,
-        )
+        fleet = self._fleet(policy, self.names)
         return fleet.run(trace, speed=self.speed, progress=progress)
 
     def check(self, trace: Trace) -> None:

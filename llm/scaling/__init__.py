@@ -5,6 +5,7 @@ carried out by others.
 from .autoscaler import Autoscaler, AutoscalerOptions
 from .capacity import EngineSpeed, Line
 from .observation import Observation, PoolKind, PoolLoad, PoolState, PoolTarget
+from .observing import PoolCounts
 from .policy import PoolConfig, ScalingConfig, ScalingPolicy
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Line",
     "Observation",
     "PoolConfig",
+    "PoolCounts",
     "PoolKind",
     "PoolLoad",
     "PoolState",

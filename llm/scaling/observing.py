@@ -7,7 +7,7 @@ the requests that they hold until a pool has an instance.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import anyio
@@ -46,76 +46,49 @@ had counted: they may be back, and count on."""
 _Figures = Mapping[str, float]
 
 
-class PoolObserver:
-    """Looks at pools, and keeps what their engines had counted the last time. Pure."""
+class PoolCounts:
+    """The sums that the engines of one pool had counted the last time, and what came since. Pure."""
 
-    def __init__(self, pools: Sequence[ComponentName]) -> None:
-        self._pools = pools
-        # By the pool; the latest ones last, also of instances that are not there at present.
-        self._before: dict[ComponentName, dict[InstanceName, _Figures]] = {
-            pool: {} for pool in pools
-        }
-        self._has_seen: set[ComponentName] = set()
+    def __init__(self) -> None:
+        # The latest ones last, also of instances that are not there at present.
+        self._before: dict[str, _Figures] = {}
+        self._has_seen = False
 
-    def observe(
-        self, now: float, instances: Iterable[Instance], reports: Iterable[InstanceReport]
-    ) -> Observation:
-        """The pools of instances that are known, and of what was answered."""
-        known: dict[ComponentName, list[Instance]] = {pool: [] for pool in self._pools}
-        for one in instances:
-            pool = ComponentName(one.record.namespace, one.record.component)
-            if pool in known:
-                known[pool].append(one)
-        answers = {InstanceName(*row[:3]): row for row in reports}
-        held = _held(answers.values())
-        return Observation(
-            now,
-            {
-                str(pool): self._state(pool, there, answers, held.get(str(pool), 0))
-                for pool, there in known.items()
-            },
-        )
-
-    def _state(
+    def state(
         self,
-        pool: ComponentName,
-        there: Sequence[Instance],
-        answers: Mapping[InstanceName, InstanceReport],
+        ready: Collection[str],
+        draining: Collection[str],
+        figures: Mapping[str, _Figures],
         held: int,
     ) -> PoolState:
-        ready = [one for one in there if not one.record.draining]
-        draining = len(there) - len(ready)
-        figures: dict[InstanceName, _Figures] = {}
-        missing: list[str] = []
-        for one in there:
-            row = answers.get(one.record.name)
-            said = None if row is None or row.counts is None else row.counts.figures
-            if said is not None and _are_of_an_engine(said):
-                figures[one.record.name] = said
-            elif not one.record.draining:
-                missing.append(one.id)
+        """The pool as it is now.
+
+        Args:
+            ready, draining: ids of its instances.
+            figures: of those that have answered as engines.
+            held: requests that front ends hold for it.
+        """
+        missing = [one for one in ready if one not in figures]
         if missing:
             # What came meanwhile is not known: the next observation begins anew.
-            self._has_seen.discard(pool)
-            return PoolState(len(ready), draining, missing=", ".join(missing))
-        load = self._load(pool, figures, held)
-        before = self._before[pool]
+            self._has_seen = False
+            return PoolState(len(ready), len(draining), missing=", ".join(missing))
+        load = self._load(figures, held)
+        before = self._before
         for name, said in figures.items():
             before.pop(name, None)
             before[name] = said
         while len(before) > len(figures) + MOST_GONE:
             del before[next(iter(before))]
-        self._has_seen.add(pool)
-        return PoolState(len(ready), draining, load)
+        self._has_seen = True
+        return PoolState(len(ready), len(draining), load)
 
-    def _load(
-        self, pool: ComponentName, figures: Mapping[InstanceName, _Figures], held: int
-    ) -> PoolLoad:
+    def _load(self, figures: Mapping[str, _Figures], held: int) -> PoolLoad:
         now = dict.fromkeys((*SUMS, "running", "waiting", "context"), 0.0)
         capacity = slots = 0.0
         for name, said in figures.items():
             # Of one that was never there before all counts, but for who looks for the first time.
-            before = self._before[pool].get(name, {} if pool in self._has_seen else said)
+            before = self._before.get(name, {} if self._has_seen else said)
             for each in SUMS:
                 now[each] += max(0.0, said.get(each, 0.0) - before.get(each, 0.0))
             now["running"] += said.get("running", 0.0)
@@ -139,6 +112,49 @@ class PoolObserver:
             ttft=now["first_token_seconds"] / firsts if firsts else None,
             itl=now["decode_seconds"] / decoded if decoded else None,
         )
+
+
+class PoolObserver:
+    """Looks at pools as the bus shows them. Pure."""
+
+    def __init__(self, pools: Sequence[ComponentName]) -> None:
+        self._counts = {pool: PoolCounts() for pool in pools}
+
+    def observe(
+        self, now: float, instances: Iterable[Instance], reports: Iterable[InstanceReport]
+    ) -> Observation:
+        """The pools of instances that are known, and of what was answered."""
+        known: dict[ComponentName, list[Instance]] = {pool: [] for pool in self._counts}
+        for one in instances:
+            pool = ComponentName(one.record.namespace, one.record.component)
+            if pool in known:
+                known[pool].append(one)
+        answers = {InstanceName(*row[:3]): row for row in reports}
+        held = _held(answers.values())
+        return Observation(
+            now,
+            {
+                str(pool): self._state(pool, there, answers, held.get(str(pool), 0))
+                for pool, there in known.items()
+            },
+        )
+
+    def _state(
+        self,
+        pool: ComponentName,
+        there: Sequence[Instance],
+        answers: Mapping[InstanceName, InstanceReport],
+        held: int,
+    ) -> PoolState:
+        ready = [one.id for one in there if not one.record.draining]
+        draining = [one.id for one in there if one.record.draining]
+        figures: dict[str, _Figures] = {}
+        for one in there:
+            row = answers.get(one.record.name)
+            said = None if row is None or row.counts is None else row.counts.figures
+            if said is not None and _are_of_an_engine(said):
+                figures[one.id] = said
+        return self._counts[pool].state(ready, draining, figures, held)
 
 
 def _are_of_an_engine(figures: _Figures) -> bool:
