@@ -166,8 +166,8 @@ class _Search:
         def is_enough(serving: int, decoding: int) -> bool:
             return self.keeps(Engines(serving, decoding), seed, slower)
 
-        # Those that decode hold prompts back in no way: with plenty of them it is seen how many
-        # have to compute prompts.
+        # Those that decode hold prompts back where they are too few: with plenty of them it is seen
+        # how many have to compute prompts.
         plenty = self.allowed - 1
         first = fewest(lambda n: is_enough(n, plenty), plenty, start.serving)
         best: Engines | None = None
@@ -192,6 +192,10 @@ class _Search:
         """The fewest of some numbers below these that keep the targets, though a search that takes
         more to be no worse left them out; `engines` where none does."""
         if self.configuration.bandwidth is not None:
+            serving, decoding = engines
+            for fewer in (Engines(serving - 1, decoding), Engines(serving, decoding - 1)):
+                if min(fewer) and self.keeps(fewer, 0, 1.0):
+                    return self.fewer_left_out(fewer)
             return engines
         numbers = [
             number

@@ -87,7 +87,8 @@ def test_what_is_prefilled_elsewhere_comes_when_its_blocks_have_moved() -> None:
     slow = configuration(bandwidth=4096e2).run(TRACE, Engines(3, 2), speed=20.0)
 
     firsts = [[one.first_token for one in result.requests] for result in (together, fast, slow)]
-    assert firsts[1] == firsts[2]
+    # Blocks are reserved between two steps, which are others where blocks come later.
+    assert firsts[1] == pytest.approx(firsts[2], abs=0.01)
     assert np.mean(firsts[1]) < np.mean(firsts[0])
     waits = [
         [one.last_token - one.first_token for one in result.requests if one.output_tokens > 1]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from random import Random
 from typing import Final
 
 import numpy as np
 
 from dynbus.kvrouter import RouterConfig
+from dynbus.llm.disaggregated.settings import DisaggregationSettings
 from dynbus.llm.mock.engine import MockConfig
 from dynbus.llm.mock.timing import Timing
-from dynbus.llm.replay.scaled import POOL, Fault, Sample, ScaledFleet, ScaledResult
-from dynbus.llm.replay.simulation import Simulation
+from dynbus.llm.replay.apart import DECODE, PREFILL, ApartSimulation
+from dynbus.llm.replay.scaled import Fault, Sample, ScaledFleet, ScaledResult
+from dynbus.llm.replay.simulation import POOL, Simulation
 from dynbus.llm.replay.trace import Trace, TraceRequest
 from dynbus.llm.scaling.capacity import FULL
 from dynbus.llm.scaling.policy import PoolConfig, ScalingConfig, ScalingPolicy
@@ -37,6 +39,10 @@ CONFIG: Final = ScalingConfig(
     drain=20.0,
     down_after=120.0,
     hold=400.0,
+)
+APART: Final = replace(
+    CONFIG,
+    pools={PREFILL: PoolConfig("prefill", 0, 6), DECODE: PoolConfig("decode", 0, 6)},
 )
 INTERVAL: Final = 10.0
 
@@ -65,7 +71,9 @@ class Story:
     """A load and what happens beside it.
 
     Attributes:
-        first: instances at the beginning.
+        first: instances of each pool at the beginning.
+        settings: of pools of prompts and of outputs.
+        token_seconds: that blocks take from one to the other.
     """
 
     seed: int
@@ -73,10 +81,13 @@ class Story:
     faults: tuple[Fault, ...] = ()
     first: int = 1
     config: ScalingConfig = CONFIG
+    settings: DisaggregationSettings = DisaggregationSettings(mode="remote")
+    token_seconds: float = 1e-4
 
     @classmethod
     def draw(cls, seed: int) -> Story:
-        """The story of a seed: phases of load, and up to four faults."""
+        """The story of a seed: phases of load, and up to four faults; every third one of pools of
+        prompts and of outputs."""
         random = Random(seed)
         at, requests = 0.0, list[TraceRequest]()
         for _ in range(random.randint(1, 4)):
@@ -98,7 +109,28 @@ class Story:
             )
             for _ in range(random.choice((0, 0, 1, 2, 4)))
         ]
-        return cls(seed, Trace(requests, BLOCK), tuple(faults), random.randint(0, 3))
+        story = cls(seed, Trace(requests, BLOCK), tuple(faults), random.randint(0, 3))
+        return story._apart(random) if seed % 3 == 2 else story
+
+    def _apart(self, random: Random) -> Story:
+        """The same with prompts and outputs apart, some with a budget for both."""
+        least = {PREFILL: random.randint(0, 1), DECODE: random.randint(0, 1)}
+        pools = {
+            name: replace(pool, least=least[name], gpus=random.randint(1, 2))
+            for name, pool in APART.pools.items()
+        }
+        budget = random.choice((None, None, 6, 9))
+        faults = [fault._replace(pool=random.choice((PREFILL, DECODE))) for fault in self.faults]
+        mode = random.choice(("auto", "remote"))
+        return replace(
+            self,
+            config=replace(APART, pools=pools, budget=budget),
+            faults=tuple(faults),
+            settings=DisaggregationSettings(
+                mode=mode, local_prompt_tokens=random.choice((0, 512, 1500))
+            ),
+            token_seconds=random.choice((1e-6, 1e-4, 1e-3)),
+        )
 
     @property
     def idle(self) -> float:
@@ -109,28 +141,39 @@ class Story:
 
     def play(self) -> ScaledResult:
         """The story as it goes."""
-        policy = ScalingPolicy(self.config)
+        policy, pools = ScalingPolicy(self.config), self.config.pools
+        one = Simulation(1, ENGINE, router=RouterConfig(exact=False))
+        apart = ApartSimulation(one, 1, self.token_seconds, self.settings)
         fleet = ScaledFleet(
-            Simulation(1, ENGINE, router=RouterConfig(exact=False)),
+            one if POOL in pools else apart,
             "round_robin",
-            lambda seen: policy.decide(seen)[POOL],
+            policy.decide,
             cold_start=self.config.cold_start,
             interval=INTERVAL,
             faults=self.faults,
-            first=self.first,
+            first=dict.fromkeys(pools, self.first),
         )
         return fleet.run(self.trace, idle=self.idle)
 
     def broken(self, result: ScaledResult) -> list[str]:
         """The invariants that do not hold, each with its place; none where all is well."""
-        pool = self.config.pools[POOL]
-        samples = result.samples
+        problems = [] if self.config.budget is None else _budget(result.samples, self.config)
+        for name in self.config.pools:
+            samples = of_pool(result, name)
+            problems += [f"{name}: {each}" for each in self._broken_of(name, samples)]
+        if any(math.isnan(each.last_token) for each in result.requests):
+            problems.append("a request was lost")
+        return problems
+
+    def _broken_of(self, name: str, samples: Sequence[Sample]) -> list[str]:
+        """Those of one pool."""
+        pool, config = self.config.pools[name], self.config
         problems = [
             *_bounds(samples, pool),
-            *_open_streams(samples),
+            *_open_streams(samples, pool),
             *_frozen(samples),
-            *_in_vain(samples, self.config),
-            *_by_hand(samples, self.faults, self.config),
+            *_in_vain(samples, config),
+            *_by_hand(samples, self.faults, config),
         ]
         last = samples[-1]
         # What was set by hand and never starts is seen by nobody.
@@ -138,9 +181,12 @@ class Story:
         counts = {last.ready, last.target.desired, pool.least if is_stuck else last.set_to}
         if counts != {pool.least}:
             problems.append(f"at the end {sorted(counts)} instead of {pool.least}")
-        if any(math.isnan(each.last_token) for each in result.requests):
-            problems.append("a request was lost")
         return problems
+
+
+def of_pool(result: ScaledResult, pool: str) -> list[Sample]:
+    """The samples of a pool."""
+    return [each for each in result.samples if each.pool == pool]
 
 
 def _is_held(sample: Sample) -> bool:
@@ -155,15 +201,31 @@ def _bounds(samples: Sequence[Sample], pool: PoolConfig) -> list[str]:
     ]
 
 
-def _open_streams(samples: Sequence[Sample]) -> list[str]:
-    """What runs fits into the caches of those that stay, and into one at least."""
+def _budget(samples: Sequence[Sample], config: ScalingConfig) -> list[str]:
+    """Targets are beyond the budget only as far as instances are there already."""
+    problems: list[str] = []
+    for time, group in groupby(samples, lambda each: each.time):
+        pools = [(each, config.pools[each.pool].gpus) for each in group]
+        wanted = sum(gpus * each.target.desired for each, gpus in pools)
+        there = sum(gpus * min(each.ready, each.target.desired) for each, gpus in pools)
+        if config.budget is not None and wanted > max(config.budget, there):
+            problems.append(f"{time}: {wanted} GPUs of {config.budget}, and {there} are there")
+    return problems
+
+
+def _open_streams(samples: Sequence[Sample], pool: PoolConfig) -> list[str]:
+    """What runs fits into the caches of those that stay, and into one at least; prompts only into
+    one, as they end soon."""
     return [
         f"{each.time}: {each.target} is below what {each.running} streams need"
         for each in samples
         if not _is_held(each)
         and each.target.desired < each.ready
         and (
-            each.context_tokens > FULL * ENGINE.capacity_tokens * each.target.desired
+            (
+                pool.kind != "prefill"
+                and each.context_tokens > FULL * ENGINE.capacity_tokens * each.target.desired
+            )
             or (each.running > 0 and each.target.desired == 0)
         )
     ]
@@ -203,6 +265,8 @@ def _by_hand(
     unless the load had another one asked for before it could be seen."""
     problems: list[str] = []
     for fault in faults:
+        if fault.pool not in ("", samples[0].pool):
+            continue
         before = [each for each in samples if each.time <= fault.at][-2:]
         after = [each for each in samples if each.time > fault.at]
         if fault.kind != "hand" or len(faults) > 1 or not before:
