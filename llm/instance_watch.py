@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -38,7 +38,8 @@ class InstanceWatch(Openable):
         # Not the component alone: its own instances show what is about others.
         self._about = f"{namespace}.{component}/{instance_id}"
         self._source = f"{what} of {self._about}"
-        self._name = name
+        self._name = self._counted_as = name
+        self._before: Mapping[str, float] = {}
         self._status = bus.status
         self._flight = bus.flight
         self._labels = (("dynbus.namespace", namespace), ("dynbus.component", component))
@@ -77,11 +78,22 @@ class InstanceWatch(Openable):
         text: str,
         figures: Mapping[str, float] | None = None,
         instance: InstanceName | None = None,
+        sums: Collection[str] = (),
     ) -> None:
-        """A line for people, and figures by their names, of this instance unless told."""
+        """A line for people, and figures by their names, of this instance unless told.
+
+        Args:
+            sums: figures that only grow. Under another name than before, as after a change of what
+                an instance serves, they count from then on: it is another instance to others.
+        """
         self._status.put(self._source, self._about, {key: text})
-        if figures is not None:
-            self._status.put_figures(self._source, str(instance or self._name), figures)
+        if figures is None:
+            return
+        shown = instance or self._name
+        if shown != self._counted_as:
+            self._counted_as, self._before = shown, {name: figures[name] for name in sums}
+        grown = {name: figures[name] - was for name, was in self._before.items()}
+        self._status.put_figures(self._source, str(shown), {**figures, **grown})
 
     def record(self, what: str, request_id: str = "", /, **details: str | int) -> None:
         """Have in the flight what has happened to the instance."""

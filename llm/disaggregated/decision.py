@@ -33,7 +33,7 @@ class PrefillReason(StrEnum):
     STRUCTURED = "structured"
     """Its output has a form, which this engine makes from the beginning only."""
     NO_PREFILL = "no_prefill"
-    """No prefill instance is there."""
+    """No prefill instance is there; with one it might be computed elsewhere."""
     SHORT_PROMPT = "short_prompt"
     """Little of it is not in the own cache."""
     IDLE_DECODE = "idle_decode"
@@ -165,14 +165,16 @@ def _choose(
         return False, prompt.stays
     if settings.mode == "local":
         return False, PrefillReason.LOCAL_MODE
+    if settings.mode == "auto":
+        if uncached <= settings.local_prompt_tokens:
+            return False, PrefillReason.SHORT_PROMPT
+        if load.decode_running <= 0 and uncached <= settings.idle_local_prompt_tokens:
+            return False, PrefillReason.IDLE_DECODE
+    # What would not go anyway is no reason to have prefill instances.
     if load.instances <= 0:
         return False, PrefillReason.NO_PREFILL
     if settings.mode == "remote":
         return True, PrefillReason.REMOTE_MODE
-    if uncached <= settings.local_prompt_tokens:
-        return False, PrefillReason.SHORT_PROMPT
-    if load.decode_running <= 0 and uncached <= settings.idle_local_prompt_tokens:
-        return False, PrefillReason.IDLE_DECODE
     if now.queue:
         return False, PrefillReason.QUEUE_FULL
     if now.tokens:

@@ -206,7 +206,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
         self._settings = await self.hold(
             follow_settings(bus, self._component(self.decode_node), self._own_settings)
         )
-        await self.hold(HandOverWatch(bus, name, self.figures, self._roles_text, self._shown))
+        await self.hold(HandOverWatch(bus, name, self.figures, self._roles_text, self.found_as))
         self._limits_of_engine = limits
         self._queue = WorkQueue(bus, EndpointName(*self._component(self.prefill_node), "prefill"))
         self._roles = await self.hold(Roles(self.runtime, self._make_role))
@@ -227,8 +227,7 @@ class DisaggregatedWorker(ModelWorker, abstract=True, enabled=False):
     def _roles_text(self) -> str:
         return " and ".join(self._roles.state.serves) if self._roles is not None else ""
 
-    def _shown(self) -> InstanceName:
-        """The name under which operators find it now."""
+    def found_as(self) -> InstanceName:
         return (self._roles.shown if self._roles is not None else None) or self.__dynbus_name__
 
     # Roles ----------------------------------------------------------------------------------

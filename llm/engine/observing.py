@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from dynbus.llm.instance_watch import InstanceWatch
@@ -11,18 +12,40 @@ from .hang_watch import HangWatch
 from .interface import EngineLimits, EngineLoad
 from .runner import EngineRunner, RequestTotals
 
+SUMS: Final = (
+    "requests",
+    "requests_ended",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "first_tokens",
+    "first_token_seconds",
+    "decoded_tokens",
+    "decode_seconds",
+)
+"""The figures of an engine that only grow."""
 STATUS_KEY: Final = "engine"
 SILENCE_SHOWN: Final = 2.0
 """Seconds without a step from which on that is shown."""
 
 
 class EngineWatch(InstanceWatch):
-    """Shows an engine to operators, while in the `async with`."""
+    """Shows an engine to operators, while in the `async with`.
+
+    Args:
+        shown: under which name its instance is found now.
+    """
 
     def __init__(
-        self, bus: Bus, name: InstanceName, runner: EngineRunner, hangs: HangWatch | None
+        self,
+        bus: Bus,
+        name: InstanceName,
+        runner: EngineRunner,
+        hangs: HangWatch | None,
+        shown: Callable[[], InstanceName],
     ) -> None:
         super().__init__(bus, name, "engine", _readings)
+        self._shown = shown
         self._runner = runner
         self._hangs = hangs
 
@@ -39,7 +62,7 @@ class EngineWatch(InstanceWatch):
                 text = f"hangs, {text}"
             elif hangs.silence >= SILENCE_SHOWN:
                 text += f", no step for {hangs.silence:.0f} s of {hangs.limit:.0f} s"
-        self.show(STATUS_KEY, text, figures)
+        self.show(STATUS_KEY, text, figures, self._shown(), SUMS)
         requests = {"running": load.running, "waiting": load.waiting}
         self.put_by("requests", "dynbus.state", requests)
         blocks = {"active": load.active_blocks, "free": limits.blocks - load.active_blocks}

@@ -19,7 +19,7 @@ from dynbus.llm.continuing import resume
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.garbage import rare_collections
 from dynbus.llm.generation import Announced, Announcement, Generated, GenerateRequest
-from dynbus.spi import ComponentName, Grant
+from dynbus.spi import ComponentName, Grant, InstanceName
 
 from .hang_watch import HangWatch, stacks_of_threads
 from .interface import Engine, EngineLimits, LoadMetrics, RunningEngine
@@ -166,7 +166,7 @@ class EngineWorker(Actor, abstract=True):
                 hangs = HangWatch(self.runtime.bus, runner.progress, limits, hung)
                 await exits.enter_async_context(hangs)
             await exits.enter_async_context(
-                EngineWatch(self.runtime.bus, self.__dynbus_name__, runner, hangs)
+                EngineWatch(self.runtime.bus, self.__dynbus_name__, runner, hangs, self.found_as)
             )
             self._engine_runner = runner
             self._engine_exits = exits.pop_all()
@@ -201,6 +201,10 @@ class EngineWorker(Actor, abstract=True):
         if self._engine_exits is not None:
             with anyio.CancelScope(shield=True):
                 await self._engine_exits.aclose()
+
+    def found_as(self) -> InstanceName:
+        """The name under which it is found now; for subclasses that serve under others."""
+        return self.__dynbus_name__
 
     def instance_metadata(self) -> Mapping[str, str]:
         limits = self._running().limits

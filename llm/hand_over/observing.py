@@ -18,6 +18,11 @@ NOT_COUNTED: Final = ("cached", "own_job", "cancelled")
 """Ends of hand-overs that are no failures: the prompt was here, the instance took
 its own job, or the request ended before."""
 
+TURNED_AWAY: Final = ("no_prefill", "queue_full", "tokens_full", "no_instances", "too_slow")
+"""Reasons why prompts were computed here that more prefill instances would have computed."""
+SUMS: Final = ("prompts_turned_away",)
+"""The figures that count from when the instance is found under its name."""
+
 STATUS_KEY: Final = "disaggregated"
 
 
@@ -55,6 +60,11 @@ class HandOverFigures:
         return sum(
             count for reason, count in self.remote.items() if reason not in ("", *NOT_COUNTED)
         )
+
+    @property
+    def turned_away(self) -> int:
+        """Prompts that prefill instances were to compute, and had no room for."""
+        return sum(self.local[reason] + self.remote[reason] for reason in TURNED_AWAY)
 
     def computed_here(self, reason: str) -> None:
         """A prompt is computed here, without a hand-over."""
@@ -122,6 +132,7 @@ class HandOverWatch(InstanceWatch):
             {
                 "prompts_handed_over": figures.handed_over,
                 "prompts_fell_back": figures.fell_back,
+                "prompts_turned_away": figures.turned_away,
                 "prompts_local": sum(figures.local.values()),
                 "prompts_for_others": sum(figures.served.values()),
                 "transferred_bytes": figures.bytes,
@@ -132,6 +143,7 @@ class HandOverWatch(InstanceWatch):
                 "prompts_damaged": figures.remote["damaged"],
             },
             self._shown(),
+            SUMS,
         )
         where = (("local", figures.local), ("remote", figures.remote), ("others", figures.served))
         self.put_each(

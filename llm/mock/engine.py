@@ -265,9 +265,7 @@ class MockEngine:
         self._pool.room(request_id, sequence.length, max_tokens)
         self._pool.add(request_id, (sequence,), max_tokens)
 
-    def reserve_sequence(
-        self, request_id: str, sequence: GrowingSequence, max_tokens: int
-    ) -> None:
+    def reserve_sequence(self, request_id: str, sequence: GrowingSequence, max_tokens: int) -> None:
         """Take in a request whose prompt is computed elsewhere, as `reserve` of a
         `TransferringEngine` does; raises like it."""
         self._pool.check_hold(request_id)

@@ -16,6 +16,7 @@ is computed to its end, for nobody.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
@@ -24,7 +25,8 @@ from dynbus.kvrouter import Rank, RouterConfig
 from dynbus.llm.disaggregated.decision import PrefillLoad, PromptSize, Saturation, decide
 from dynbus.llm.disaggregated.settings import DisaggregationSettings
 from dynbus.llm.engine.interface import Held
-from dynbus.llm.mock.engine import MockConfig, StepResult
+from dynbus.llm.hand_over.observing import TURNED_AWAY
+from dynbus.llm.mock.engine import MockConfig, MockEngine, StepResult
 
 from .fleet import Agenda, Fleet, FleetInstance, OpenRequest, PromptSequence, ReplayResult
 from .simulation import Simulation
@@ -58,9 +60,7 @@ class PromptFleet(Fleet):
     ) -> None:
         self._came = came
         self._gone = gone
-        super().__init__(
-            names, router, config, event_delay=event_delay, seed=seed, agenda=agenda
-        )
+        super().__init__(names, router, config, event_delay=event_delay, seed=seed, agenda=agenda)
 
     def seen(self, running: int, load: float) -> PrefillLoad:
         """The load of these instances, as a decode instance of this load sees them."""
@@ -107,7 +107,6 @@ class ApartFleet(Fleet):
 
     Attributes:
         prompts: the instances that compute prompts.
-        local: prompts that were to be computed elsewhere, and were not.
     """
 
     def __init__(
@@ -137,9 +136,8 @@ class ApartFleet(Fleet):
         self._settings = settings
         self._saturations: dict[str, Saturation] = {}
         self._asked: dict[str, _Asked] = {}
-        super().__init__(
-            names, router, config, event_delay=event_delay, seed=seed, agenda=agenda
-        )
+        self._turned_away = Counter[str]()
+        super().__init__(names, router, config, event_delay=event_delay, seed=seed, agenda=agenda)
 
     def finish(self) -> ReplayResult:
         decoded = super().finish()
@@ -150,17 +148,18 @@ class ApartFleet(Fleet):
             preempted=prompts.preempted + decoded.preempted,
         )
 
+    def figures(self, name: str) -> dict[str, float]:
+        return {**super().figures(name), "prompts_turned_away": self._turned_away[name]}
+
     # Where prompts are computed -----------------------------------------------------------
 
-    def _add(
-        self, instance: FleetInstance, sequence: PromptSequence, opened: OpenRequest
-    ) -> None:
+    def _add(self, instance: FleetInstance, sequence: PromptSequence, opened: OpenRequest) -> None:
         if not self._goes_elsewhere(instance, sequence, opened):
             super()._add(instance, sequence, opened)
             return
         request = opened.request
         left = request.output_tokens - opened.made
-        instance.engine.reserve_sequence(request.id, sequence, left)
+        _engine_of(instance).reserve_sequence(request.id, sequence, left)
 
     def _goes_elsewhere(
         self, instance: FleetInstance, sequence: PromptSequence, opened: OpenRequest
@@ -174,6 +173,7 @@ class ApartFleet(Fleet):
             self._saturations.get(instance.name, Saturation()),
         )
         self._saturations[instance.name] = decision.saturation
+        self._turned_away[instance.name] += decision.reason in TURNED_AWAY
         return decision.remote
 
     def _note_steps(self, instance: FleetInstance, result: StepResult, now: float) -> None:
@@ -186,6 +186,7 @@ class ApartFleet(Fleet):
         opened = self._requests[held.hold_id]
         asked = _Asked(opened, opened.decision, instance, held.cached)
         if not self.prompts.instances:
+            self._turned_away[instance.name] += 1
             self._go_on(asked, now, is_whole=False)
             return
         request = opened.request
@@ -208,7 +209,7 @@ class ApartFleet(Fleet):
         self._note_tokens(opened, 1, now)
         if opened.made == opened.request.output_tokens:
             self._disturb(asked.instance, now)
-            asked.instance.engine.cancel(opened.request.id)
+            _engine_of(asked.instance).cancel(opened.request.id)
             self._note_end(opened, now)
             return
         self.agenda.at(
@@ -223,7 +224,13 @@ class ApartFleet(Fleet):
         """Let the decode instance go on, with the blocks of the prompt or to compute it."""
         if asked.is_wanted:
             self._disturb(asked.instance, now)
-            asked.instance.engine.deliver(asked.opened.request.id, is_whole=is_whole)
+            _engine_of(asked.instance).deliver(asked.opened.request.id, is_whole=is_whole)
+
+
+def _engine_of(instance: FleetInstance) -> MockEngine:
+    engine = instance.engine
+    assert isinstance(engine, MockEngine), "only these take what is computed elsewhere"
+    return engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,9 +360,7 @@ class ScaledFleet:
             if fault.kind == "dies":
                 self._at(fault.at, partial(self._die, pool, fault))
             elif fault.kind == "hand":
-                self._at(
-                    fault.at, partial(pool.set, fault.instances, cold_start=fault.cold_start)
-                )
+                self._at(fault.at, partial(pool.set, fault.instances, cold_start=fault.cold_start))
         if self._decide is not None:
             self._at(self._interval, partial(self._look, self._decide))
 

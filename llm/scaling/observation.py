@@ -26,6 +26,8 @@ class PoolLoad(msgspec.Struct, frozen=True):
         firsts: requests whose first token was among these.
         ttft: mean seconds from the arrival of those to that token; None for none.
         itl: mean seconds between two tokens of a request; None for none.
+        turned_away: prompts that these instances computed themselves, as prefill instances had no
+            room for them or were not there.
     """
 
     waiting: int = 0
@@ -40,6 +42,7 @@ class PoolLoad(msgspec.Struct, frozen=True):
     firsts: int = 0
     ttft: float | None = None
     itl: float | None = None
+    turned_away: int = 0
 
 
 class PoolState(msgspec.Struct, frozen=True):

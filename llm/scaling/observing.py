@@ -14,6 +14,8 @@ import anyio
 import msgspec
 
 from dynbus import Instance, Runtime
+from dynbus.llm.engine.observing import SUMS as ENGINE_SUMS
+from dynbus.llm.hand_over.observing import SUMS as HAND_OVER_SUMS
 from dynbus.spi import ComponentName, InstanceName, InstanceReport, Message, monotonic, random_id
 
 from .observation import Observation, PoolLoad, PoolState
@@ -23,18 +25,8 @@ ANSWER_SECONDS: Final = 1.0
 """Seconds that instances have to answer."""
 HELD_REQUESTS: Final = 64
 """Held requests that a front end is to name, by which it tells for which pools it holds."""
-SUMS: Final = (
-    "requests",
-    "requests_ended",
-    "prompt_tokens",
-    "cached_tokens",
-    "output_tokens",
-    "first_tokens",
-    "first_token_seconds",
-    "decoded_tokens",
-    "decode_seconds",
-)
-"""The figures of an engine that only grow."""
+SUMS: Final = (*ENGINE_SUMS, *HAND_OVER_SUMS)
+"""The figures of an instance that only grow."""
 PRESENT: Final = ("running", "waiting", "block_size", "kv_blocks", "kv_blocks_used", "slots")
 """Those that say how it is now."""
 MOST_FIGURE: Final = 1e15
@@ -47,7 +39,7 @@ _Figures = Mapping[str, float]
 
 
 class PoolCounts:
-    """The sums that the engines of one pool had counted the last time, and what came since. Pure."""
+    """The sums that the engines of one pool had counted before, and what came since. Pure."""
 
     def __init__(self) -> None:
         # The latest ones last, also of instances that are not there at present.
@@ -111,6 +103,7 @@ class PoolCounts:
             firsts=int(firsts),
             ttft=now["first_token_seconds"] / firsts if firsts else None,
             itl=now["decode_seconds"] / decoded if decoded else None,
+            turned_away=int(now["prompts_turned_away"]),
         )
 
 

@@ -17,10 +17,12 @@ start are asked for again, later each time.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from dynbus import ConfigError
 
@@ -457,9 +459,10 @@ class ScalingPolicy:
     def decide(self, observation: Observation) -> dict[str, PoolTarget]:
         """The targets of all pools; a pool that is not observed has none."""
         now = observation.time
+        seen = self._with_turned_away(observation)
         wishes: dict[str, PoolTarget] = {}
         for name, pool in self.config.pools.items():
-            state = observation.pools.get(name)
+            state = seen.get(name)
             if state is None:
                 continue
             known = self._pools.get(name)
@@ -470,6 +473,25 @@ class ScalingPolicy:
         for name, target in targets.items():
             self._pools[name].ask(target.desired, now)
         return targets
+
+    def _with_turned_away(self, observation: Observation) -> dict[str, PoolState]:
+        """The pools, those of prompts with what came to them in vain.
+
+        A request is no matter of a prefill instance before a decode instance asks it, which it does
+        not where none is there, or all have too much: what is not asked is demand all the same.
+        """
+        seen = dict(observation.pools)
+        pools = self.config.pools
+        turned_away = Counter[str]()
+        for name, state in seen.items():
+            if name in pools and state.load is not None:
+                turned_away[_namespace(name)] += state.load.turned_away
+        for name, state in seen.items():
+            load, more = state.load, turned_away[_namespace(name)]
+            if more and load is not None and name in pools and pools[name].kind == "prefill":
+                load = msgspec.structs.replace(load, arrivals=load.arrivals + more)
+                seen[name] = msgspec.structs.replace(state, load=load)
+        return seen
 
     def _within_budget(self, wishes: dict[str, PoolTarget]) -> dict[str, PoolTarget]:
         """The wishes, each cut to about the same share of what it is where GPUs are too few."""
@@ -498,3 +520,8 @@ class ScalingPolicy:
             )
             for name, wish in wishes.items()
         }
+
+
+def _namespace(pool: str) -> str:
+    """The namespace of a pool; pools of prompts and of outputs that go together have one."""
+    return pool.rpartition(".")[0]

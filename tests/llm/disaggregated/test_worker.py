@@ -911,15 +911,23 @@ def test_instances_change_their_roles_under_load_without_an_error(model: dict[st
 
             async def change(instance: ActorInstance, role: Role) -> RoleState:
                 client = with_options(control, instance=ids[instance])
+                before = engine_of(instance).found_as()
+                totals = engine_of(instance)._running().totals  # pyright: ignore[reportPrivateUsage]
+                submitted = totals.submitted
                 state = await client.change_role(RoleChange(role))
                 assert state.role == role
                 # What it did and does is shown where it is found now.
-                shown = engine_of(instance)._shown()  # pyright: ignore[reportPrivateUsage]
+                shown = engine_of(instance).found_as()
                 assert shown.component == ("prefill" if role == "prefill" else "decode")
                 status = instance.actor.runtime.bus.status
                 await eventually(
-                    lambda: "prompts_local" in status.figures(str(shown)), what="figures are there"
+                    lambda: {"prompts_local", "requests"} <= status.figures(str(shown)).keys(),
+                    what="figures are there",
                 )
+                if shown != before:
+                    # Requests of before are none that came to what it is found as now.
+                    figures = status.figures(str(shown))
+                    assert figures["requests"] <= totals.submitted - submitted
                 return state
 
             ids = {instance: control_of(instance) for instance in (one, two, three)}

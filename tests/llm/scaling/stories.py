@@ -121,13 +121,13 @@ class Story:
         }
         budget = random.choice((None, None, 6, 9))
         faults = [fault._replace(pool=random.choice((PREFILL, DECODE))) for fault in self.faults]
-        mode = random.choice(("auto", "remote"))
         return replace(
             self,
             config=replace(APART, pools=pools, budget=budget),
             faults=tuple(faults),
             settings=DisaggregationSettings(
-                mode=mode, local_prompt_tokens=random.choice((0, 512, 1500))
+                random.choice(("auto", "remote")),
+                local_prompt_tokens=random.choice((0, 512, 1500)),
             ),
             token_seconds=random.choice((1e-6, 1e-4, 1e-3)),
         )
@@ -197,7 +197,9 @@ def _bounds(samples: Sequence[Sample], pool: PoolConfig) -> list[str]:
     return [
         f"{each.time}: {each.target} is out of bounds"
         for each in samples
-        if not pool.least <= each.target.desired <= pool.most
+        # What is given up is asked for again later, and below the least until then.
+        if not each.target.reason.startswith("paused")
+        and not pool.least <= each.target.desired <= pool.most
     ]
 
 

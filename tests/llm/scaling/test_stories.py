@@ -11,9 +11,10 @@ from typing import Final
 
 import pytest
 
+from dynbus.llm.replay.apart import DECODE, PREFILL
 from dynbus.llm.replay.scaled import Fault, Sample
 
-from .stories import CONFIG, INTERVAL, Story, constant, turns
+from .stories import APART, CONFIG, INTERVAL, Story, constant, of_pool, turns
 
 SOAKED: Final = int(os.environ.get("SCALING_STORIES", "10000"))
 PER_TEST: Final = 250
@@ -91,3 +92,18 @@ def test_a_pool_at_zero_comes_with_the_first_request_that_is_held_and_goes_again
     assert [each.ready for each in samples[:2]] == [0, 0]
     assert samples[0].target.desired >= 1
     assert samples[-1].ready == 0
+
+
+def test_a_pool_of_prompts_at_zero_comes_with_the_first_that_is_computed_where_it_is_decoded() -> (
+    None
+):
+    result = Story(0, constant(0.2, 600.0), first=0, config=APART).play()
+
+    prompts, outputs = of_pool(result, PREFILL), of_pool(result, DECODE)
+    # Requests are held for those that decode; these ask in vain for prompts, and compute them.
+    assert outputs[0].target.desired >= 1
+    asked = next(each.time for each in prompts if each.target.desired)
+    served = next(each.time for each in outputs if each.ready)
+    assert 0 <= asked - served <= INTERVAL
+    assert max(each.ready for each in prompts) >= 1
+    assert (prompts[-1].ready, outputs[-1].ready) == (0, 0)
