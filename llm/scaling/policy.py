@@ -235,7 +235,8 @@ class PoolPolicy:
         first_seen: the ready instances at the first observation; they are taken over.
 
     Attributes:
-        floor: the instances below which open streams would suffer, of those that are ready.
+        floor: the instances that no other pool may have in place of it: what others have made of it
+            for as long as that stays, and else those without which open streams would suffer.
     """
 
     def __init__(
@@ -294,8 +295,10 @@ class PoolPolicy:
         self._compare(state, now)
         wanted, reason = self._wanted(state, load, now)
         if now < asked.held_until:
+            self.floor = asked.count
             return PoolTarget(asked.count, asked.reason)
         if asked.is_settled and state.ready != asked.count:
+            self.floor = asked.count
             others = f"waits: others have made it {state.ready} instances of {asked.count}"
             return PoolTarget(asked.count, others)
         return PoolTarget(wanted, reason)

@@ -173,7 +173,7 @@ class Story:
             *_open_streams(samples, pool),
             *_frozen(samples),
             *_in_vain(samples, config),
-            *_by_hand(samples, self.faults, config),
+            *_by_hand(samples, self.faults, config, pool),
         ]
         last = samples[-1]
         # What was set by hand and never starts is seen by nobody.
@@ -204,12 +204,14 @@ def _bounds(samples: Sequence[Sample], pool: PoolConfig) -> list[str]:
 
 
 def _budget(samples: Sequence[Sample], config: ScalingConfig) -> list[str]:
-    """Targets are beyond the budget only as far as instances are there already."""
+    """Targets are beyond the budget only as far as instances are there already, or at least."""
     problems: list[str] = []
     for time, group in groupby(samples, lambda each: each.time):
-        pools = [(each, config.pools[each.pool].gpus) for each in group]
-        wanted = sum(gpus * each.target.desired for each, gpus in pools)
-        there = sum(gpus * min(each.ready, each.target.desired) for each, gpus in pools)
+        wanted = there = 0
+        for each in group:
+            pool, desired = config.pools[each.pool], each.target.desired
+            wanted += pool.gpus * desired
+            there += pool.gpus * min(desired, max(each.ready, pool.least))
         if config.budget is not None and wanted > max(config.budget, there):
             problems.append(f"{time}: {wanted} GPUs of {config.budget}, and {there} are there")
     return problems
@@ -261,13 +263,17 @@ def _in_vain(samples: Sequence[Sample], config: ScalingConfig) -> list[str]:
 
 
 def _by_hand(
-    samples: Sequence[Sample], faults: Sequence[Fault], config: ScalingConfig
+    samples: Sequence[Sample],
+    faults: Sequence[Fault],
+    config: ScalingConfig,
+    pool: PoolConfig,
 ) -> list[str]:
     """A number that was set by hand, where all that was asked for was there, stays for `hold`;
     unless the load had another one asked for before it could be seen."""
     problems: list[str] = []
     for fault in faults:
-        if fault.pool not in ("", samples[0].pool):
+        # Fewer than there may be are taken for lost.
+        if fault.pool not in ("", samples[0].pool) or fault.instances < pool.least:
             continue
         before = [each for each in samples if each.time <= fault.at][-2:]
         after = [each for each in samples if each.time > fault.at]

@@ -261,6 +261,28 @@ def test_a_budget_takes_nothing_from_a_pool_that_is_frozen() -> None:
     assert targets["llm.B"].desired == 4
 
 
+def test_a_change_by_hand_beyond_the_budget_stays_for_its_time_and_is_then_ended() -> None:
+    pools = {"llm.A": PoolConfig(least=0, most=8), "llm.B": PoolConfig(least=1, most=8)}
+    policy = ScalingPolicy(config(pools=pools, budget=4))
+    ready = {"llm.A": 1, "llm.B": 1}
+    seen_targets: list[PoolTarget] = []
+
+    for number in range(120):
+        if number == 10:
+            ready["llm.A"] = 5
+        seen = {name: PoolState(count, load=busy(1.0)) for name, count in ready.items()}
+        targets = policy.decide(Observation(number * INTERVAL, seen))
+        ready["llm.B"] = targets["llm.B"].desired
+        if targets["llm.A"].reason.startswith("down"):
+            ready["llm.A"] = targets["llm.A"].desired
+        seen_targets.append(targets["llm.A"])
+
+    held = [each for each in seen_targets if each.reason.startswith("held")]
+    assert {each.desired for each in held} == {5}
+    assert len(held) == pytest.approx(300 / INTERVAL, abs=1)
+    assert seen_targets[-1].desired == ready["llm.B"] == 1
+
+
 @pytest.mark.parametrize("left", [0, 1])
 def test_a_pool_that_has_lost_more_than_may_be_is_asked_for_again_soon(left: int) -> None:
     pool = Pool(3, config(pools={POOL: PoolConfig(least=2, most=10)}))
