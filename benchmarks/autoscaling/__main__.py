@@ -9,11 +9,20 @@ import click
 
 from dynbus.llm.mock.engine import MockConfig
 from dynbus.llm.mock.timing import Timing
-from dynbus.llm.replay import Objective, Simulation, Trace, read_trace
-from dynbus.llm.replay.scaled import POOL, ScaledResult
+from dynbus.llm.replay import (
+    DECODE,
+    POOL,
+    PREFILL,
+    ApartSimulation,
+    Objective,
+    Simulation,
+    Trace,
+    read_trace,
+)
+from dynbus.llm.replay.scaled import ScaledResult
 from dynbus.llm.scaling import PoolConfig, ScalingConfig, ScalingPolicy
 
-from .clairvoyant import Setup, search
+from .clairvoyant import Setup, firsts, search
 from .days import draw_day
 
 EXCERPT = Path(__file__).parents[2] / "tests" / "data" / "mooncake" / "conversation.jsonl"
@@ -34,6 +43,10 @@ EXCERPT = Path(__file__).parents[2] / "tests" / "data" / "mooncake" / "conversat
 @click.option("--headroom", type=float, default=0.1, show_default=True)
 @click.option("--least", type=int, default=1, show_default=True, help="Instances that are tried.")
 @click.option("--most", type=int, default=16, show_default=True, help="Instances.")
+@click.option("--apart", is_flag=True, default=False, help="Pools of prompts and of outputs.")
+@click.option(
+    "--token-seconds", type=float, default=5e-6, show_default=True, help="To move a token's blocks."
+)
 @click.option("--quiet", is_flag=True, default=False)
 def main(
     trace: Path,
@@ -48,6 +61,8 @@ def main(
     headroom: float,
     least: int,
     most: int,
+    apart: bool,
+    token_seconds: float,
     quiet: bool,
 ) -> None:
     """Print goodput and instance hours of both, and their ratios, as JSON lines."""
@@ -57,10 +72,17 @@ def main(
             click.echo(text, err=True)
 
     def compare(name: str, trace: Trace, simulation: Simulation, objective: Objective) -> None:
-        setup = Setup(simulation, objective, cold_start, interval, step=30.0)
+        pools = {POOL: PoolConfig(least=1, most=most)}
+        if apart:
+            pools = {
+                PREFILL: PoolConfig("prefill", least=1, most=most),
+                DECODE: PoolConfig("decode", least=1, most=most),
+            }
+        fleet = ApartSimulation(simulation, 1, token_seconds) if apart else simulation
+        setup = Setup(fleet, objective, cold_start, interval, step=30.0)
         known, sizes = search(setup, trace, least, most, progress)
         config = ScalingConfig(
-            {POOL: PoolConfig(least=1, most=most)},
+            pools,
             ttft=objective.ttft,
             itl=objective.itl,
             cold_start=cold_start,
@@ -68,15 +90,15 @@ def main(
             headroom=headroom,
         )
         policy = ScalingPolicy(config)
-        ours = setup.replay(trace, lambda seen: policy.decide(seen)[POOL], sizes[0])
+        ours = setup.replay(trace, policy.decide, firsts(sizes))
         best, own = known.goodput(objective), ours.goodput(objective)
         row = {
             "trace": name,
             "requests": len(trace.requests),
-            "sizes": f"{min(sizes)}-{max(sizes)}",
+            "sizes": {pool: f"{min(each)}-{max(each)}" for pool, each in sizes.items()},
             "clairvoyant": [round(best, 4), round(known.instance_seconds / 3600, 3)],
             "autoscaler": [round(own, 4), round(ours.instance_seconds / 3600, 3)],
-            "changes": _changes(ours),
+            "changes": {pool: _changes(ours, pool) for pool in sizes},
             "goodput_ratio": round(own / best, 4),
             "hours_ratio": round(ours.instance_seconds / known.instance_seconds, 4),
         }
@@ -93,9 +115,9 @@ def main(
         compare(f"day {day}", drawn, Simulation(1, engine), objective)
 
 
-def _changes(result: ScaledResult) -> int:
-    """The number of times that the target was another one."""
-    targets = [sample.target.desired for sample in result.samples]
+def _changes(result: ScaledResult, pool: str) -> int:
+    """The number of times that the target of a pool was another one."""
+    targets = [sample.target.desired for sample in result.samples if sample.pool == pool]
     return sum(a != b for a, b in zip(targets, targets[1:], strict=False))
 
 
