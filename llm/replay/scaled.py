@@ -61,6 +61,7 @@ class Sample(NamedTuple):
         is_lost: whether the metrics were missing.
         target: the decision.
         set_to: the instances that the orchestrator is set to after it.
+        turned_away: prompts since the sample before, as they were told.
     """
 
     pool: str
@@ -74,6 +75,7 @@ class Sample(NamedTuple):
     is_lost: bool
     target: PoolTarget
     set_to: int
+    turned_away: int = 0
 
 
 @dataclass(slots=True)
@@ -395,6 +397,7 @@ class ScaledFleet:
                     *(name, now, state.ready, len(pool.of("starting")), state.draining),
                     *(load.running, load.waiting, round(load.context_tokens)),
                     *(state.load is None, target, pool.set_to),
+                    0 if state.load is None else state.load.turned_away,
                 )
             )
         self._at(now + self._interval, partial(self._look, decide))

@@ -512,8 +512,14 @@ class ScalingPolicy:
             takeable = [n for n, count in granted.items() if count > floors[n] and pools[n].gpus]
             if not takeable:
                 break
+
+            def left(name: str) -> tuple[float, bool]:
+                # Without instances that decode nobody asks those that compute prompts.
+                is_needed_less = pools[name].kind == "prefill"
+                return (granted[name] - 1) / wishes[name].desired, is_needed_less
+
             # The one that is left the greatest share of its wish.
-            name = max(takeable, key=lambda n: (granted[n] - 1) / wishes[n].desired)
+            name = max(takeable, key=left)
             granted[name] -= 1
         return {
             name: wish

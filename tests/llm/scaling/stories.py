@@ -119,7 +119,8 @@ class Story:
             name: replace(pool, least=least[name], gpus=random.randint(1, 2))
             for name, pool in APART.pools.items()
         }
-        budget = random.choice((None, None, 6, 9))
+        floor = sum(pool.least * pool.gpus for pool in pools.values())
+        budget = random.choice((None, None, max(floor, 2), 6, 9))
         faults = [fault._replace(pool=random.choice((PREFILL, DECODE))) for fault in self.faults]
         return replace(
             self,
@@ -157,7 +158,7 @@ class Story:
 
     def broken(self, result: ScaledResult) -> list[str]:
         """The invariants that do not hold, each with its place; none where all is well."""
-        problems = [] if self.config.budget is None else _budget(result.samples, self.config)
+        problems = [*_budget(result.samples, self.config), *_turned_away(result.samples)]
         for name in self.config.pools:
             samples = of_pool(result, name)
             problems += [f"{name}: {each}" for each in self._broken_of(name, samples)]
@@ -215,6 +216,19 @@ def _budget(samples: Sequence[Sample], config: ScalingConfig) -> list[str]:
         if config.budget is not None and wanted > max(config.budget, there):
             problems.append(f"{time}: {wanted} GPUs of {config.budget}, and {there} are there")
     return problems
+
+
+def _turned_away(samples: Sequence[Sample]) -> list[str]:
+    """Prompts that no prefill instance was there for bring one, where the budget has room."""
+    return [
+        f"{one.time}: {one.target} though {other.turned_away} prompts were turned away"
+        for one, other in pairwise(samples)
+        if (one.pool, other.pool) == (PREFILL, DECODE)
+        and other.turned_away
+        and not one.target.desired
+        and not _is_held(one)
+        and "do not fit" not in one.target.reason
+    ]
 
 
 def _open_streams(samples: Sequence[Sample], pool: PoolConfig) -> list[str]:

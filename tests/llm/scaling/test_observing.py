@@ -31,6 +31,7 @@ FIGURES: Mapping[str, float] = {
     "first_token_seconds": 4.5,
     "decoded_tokens": 500,
     "decode_seconds": 10.0,
+    "prompts_turned_away": 3,
 }
 
 
@@ -78,6 +79,7 @@ def test_the_load_is_what_came_since_the_last_look() -> None:
         first_token_seconds=2.0,
         decoded_tokens=40,
         decode_seconds=1.0,
+        prompts_turned_away=2,
     )
     second = observe(observer, there, report("a", later), report("b", FIGURES))
 
@@ -85,7 +87,7 @@ def test_the_load_is_what_came_since_the_last_look() -> None:
     assert second == PoolState(
         1,
         1,
-        PoolLoad(2, 6, 960.0, 1600, 64, 4, 2, 800, 50, 4, 0.5, 0.025),
+        PoolLoad(2, 6, 960.0, 1600, 64, 4, 2, 800, 50, 4, 0.5, 0.025, 2),
     )
 
 

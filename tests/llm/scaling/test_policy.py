@@ -9,7 +9,7 @@ import pytest
 
 from dynbus.bus.errors import ConfigError
 from dynbus.llm.scaling.capacity import EngineSpeed, Line
-from dynbus.llm.scaling.observation import Observation, PoolLoad, PoolState, PoolTarget
+from dynbus.llm.scaling.observation import Observation, PoolKind, PoolLoad, PoolState, PoolTarget
 from dynbus.llm.scaling.policy import PoolConfig, ScalingConfig, ScalingPolicy
 
 POOL = "llm.Engine"
@@ -246,6 +246,34 @@ def test_a_budget_is_shared_by_what_the_pools_need() -> None:
         assert targets["llm.P"].desired + 2 * targets["llm.D"].desired <= 8
     assert min(each.desired for each in seen_targets) >= 1
     assert any("do not fit into 8 GPUs" in each.reason for each in seen_targets)
+
+
+@pytest.mark.parametrize("names", [("llm.P", "llm.D"), ("llm.D", "llm.P")])
+def test_a_budget_of_one_instance_goes_to_the_pool_that_decodes(names: tuple[str, str]) -> None:
+    kinds: dict[str, PoolKind] = {"llm.P": "prefill", "llm.D": "decode"}
+    pools = {name: PoolConfig(kinds[name], 0, 8) for name in names}
+    policy = ScalingPolicy(config(pools=pools, budget=1))
+    held = PoolLoad(waiting=5)
+
+    seen = {name: PoolState(0, load=held) for name in names}
+    targets = policy.decide(Observation(0.0, seen))
+
+    assert {name: target.desired for name, target in targets.items()} == {"llm.P": 0, "llm.D": 1}
+
+
+def test_prompts_that_were_turned_away_bring_prefill_instances_of_their_namespace() -> None:
+    kinds: dict[str, PoolKind] = {"a.P": "prefill", "a.D": "decode", "b.P": "prefill"}
+    pools = {name: PoolConfig(kind, 0, 10) for name, kind in kinds.items()}
+    policy = ScalingPolicy(config(pools=pools))
+    targets: dict[str, PoolTarget] = {}
+
+    for number in range(3):
+        loads = dict.fromkeys(pools, IDLE) | {"a.D": busy(16.0, turned_away=80)}
+        seen = {name: PoolState(0 if "P" in name else 1, load=each) for name, each in loads.items()}
+        targets = policy.decide(Observation(number * INTERVAL, seen))
+
+    assert targets["a.P"].desired >= 1
+    assert targets["b.P"].desired == 0
 
 
 def test_a_budget_takes_nothing_from_a_pool_that_is_frozen() -> None:

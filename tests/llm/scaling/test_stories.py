@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Final
 
@@ -13,6 +14,7 @@ import pytest
 
 from dynbus.llm.replay.apart import DECODE, PREFILL
 from dynbus.llm.replay.scaled import Fault, Sample
+from dynbus.llm.scaling.policy import ScalingConfig
 
 from .stories import APART, CONFIG, INTERVAL, Story, constant, of_pool, turns
 
@@ -38,26 +40,40 @@ def test_none_of_ten_thousand_drawn_stories_breaks_an_invariant(first: int) -> N
     assert broken(first, first + PER_TEST) == {}
 
 
-def settled(story: Story, after: float = 900.0) -> list[Sample]:
-    """The samples of a constant load, once its beginning is over."""
+def settled(story: Story, after: float = 900.0) -> list[list[Sample]]:
+    """The samples of each pool under a constant load, once its beginning is over."""
     last = story.trace.requests[-1].arrival
-    return [each for each in story.play().samples if after <= each.time <= last]
+    result = story.play()
+    return [
+        [each for each in of_pool(result, pool) if after <= each.time <= last]
+        for pool in story.config.pools
+    ]
 
 
+both = pytest.mark.parametrize("config", [CONFIG, APART], ids=["together", "apart"])
+
+
+@both
 @pytest.mark.parametrize("rate", [0.05, 0.2, 0.5, 0.8])
-def test_an_even_load_leaves_the_target_where_it_is(rate: float) -> None:
-    samples = settled(Story(0, constant(rate, 2400.0)))
-
-    assert len({each.target.desired for each in samples}) == 1
+def test_an_even_load_leaves_the_target_where_it_is(rate: float, config: ScalingConfig) -> None:
+    for samples in settled(Story(0, constant(rate, 2400.0), config=config)):
+        assert len({each.target.desired for each in samples}) == 1
 
 
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.8])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "config"),
+    [(0, CONFIG), (1, CONFIG), (2, CONFIG), (3, APART)],
+    ids=["0-together", "1-together", "2-together", "3-apart"],
+)
 def test_a_constant_load_with_chance_in_it_turns_the_target_ever_less_often(
-    rate: float, seed: int
+    rate: float, seed: int, config: ScalingConfig
 ) -> None:
-    samples = settled(Story(0, constant(rate, 7200.0, seed)))
+    for samples in settled(Story(0, constant(rate, 7200.0, seed), config=config)):
+        _check_turns(samples)
 
+
+def _check_turns(samples: Sequence[Sample]) -> None:
     changes = [b for a, b in pairwise(samples) if a.target.desired != b.target.desired]
     downs = [
         (each.time, later.time)
