@@ -125,11 +125,19 @@ class ScalingConfig:
             raise ConfigError(f"headroom = {self.headroom}: give a share from 0 to below 1")
         if not self.pools:
             raise ConfigError("there is no pool to scale: name one")
-        least = sum(pool.least * pool.gpus for pool in self.pools.values())
-        if self.budget is not None and self.budget < least:
+        if self.budget is not None and self.budget < self.least_budget:
+            least = sum(pool.least * pool.gpus for pool in self.pools.values())
             raise ConfigError(
-                f"budget = {self.budget}: the pools have {least} GPUs at least, give so many"
+                f"budget = {self.budget}: the pools have {least} GPUs at least, and "
+                f"{self.least_budget} with an instance of one that comes from 0: give so many"
             )
+
+    @property
+    def least_budget(self) -> int:
+        """GPUs with which each pool can have an instance, beside the least ones of all others."""
+        pools = self.pools.values()
+        least = sum(pool.least * pool.gpus for pool in pools)
+        return least + max((pool.gpus for pool in pools if not pool.least), default=0)
 
     @property
     def settled_after(self) -> float:

@@ -119,12 +119,12 @@ class Story:
             name: replace(pool, least=least[name], gpus=random.randint(1, 2))
             for name, pool in APART.pools.items()
         }
-        floor = sum(pool.least * pool.gpus for pool in pools.values())
-        budget = random.choice((None, None, max(floor, 2), 6, 9))
+        config = replace(APART, pools=pools)
+        budget = random.choice((None, None, config.least_budget, 6, 9))
         faults = [fault._replace(pool=random.choice((PREFILL, DECODE))) for fault in self.faults]
         return replace(
             self,
-            config=replace(APART, pools=pools, budget=budget),
+            config=replace(config, budget=budget),
             faults=tuple(faults),
             settings=DisaggregationSettings(
                 random.choice(("auto", "remote")),
@@ -212,7 +212,9 @@ def _budget(samples: Sequence[Sample], config: ScalingConfig) -> list[str]:
         for each in group:
             pool, desired = config.pools[each.pool], each.target.desired
             wanted += pool.gpus * desired
-            there += pool.gpus * min(desired, max(each.ready, pool.least))
+            # What is held was there, and what has died of it is on its way.
+            stays = desired if _is_held(each) else max(each.ready, pool.least)
+            there += pool.gpus * min(desired, stays)
         if config.budget is not None and wanted > max(config.budget, there):
             problems.append(f"{time}: {wanted} GPUs of {config.budget}, and {there} are there")
     return problems

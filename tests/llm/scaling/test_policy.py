@@ -342,6 +342,10 @@ def test_the_speed_of_an_engine_is_learned_from_its_requests() -> None:
         ({"headroom": 1.0}, "headroom = 1.0"),
         ({"pools": {}}, "there is no pool"),
         ({"budget": 0}, "the pools have 1 GPUs at least"),
+        (
+            {"pools": {"llm.A": PoolConfig(least=1), "llm.B": PoolConfig(least=0)}, "budget": 1},
+            "and 2 with an instance of one that comes from 0",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], reason: str) -> None:
