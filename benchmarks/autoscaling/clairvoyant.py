@@ -10,6 +10,7 @@ each, the sizes of one are tried beside the most instances of the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Final, NamedTuple
 
 from dynbus.llm.replay import ApartSimulation, Objective, ReplayedRequest, Simulation, Trace
@@ -88,13 +89,21 @@ def search(
     def goods(result: ScaledResult) -> list[int]:
         return counted(result, lambda request: is_good(request, setup.objective))
 
+    @cache
+    def constant(*counts: int) -> list[int]:
+        sizes = {pool: [count] for pool, count in zip(pools, counts, strict=True)}
+        good = goods(setup.replay(trace, scheduled(setup, sizes), firsts(sizes)))
+        progress(f"{firsts(sizes)}: {sum(good)} of {len(of)} good")
+        return good
+
     # Of each pool, while all others are as large as they may be.
-    by_size: dict[str, dict[int, list[int]]] = {pool: {} for pool in pools}
-    for pool in pools:
-        for size in range(least, most + 1):
-            sizes = {each: [size if each == pool else most] for each in pools}
-            by_size[pool][size] = goods(setup.replay(trace, scheduled(setup, sizes), firsts(sizes)))
-            progress(f"{pool}, {size} instances: {sum(by_size[pool][size])} of {len(of)} good")
+    by_size = {
+        pool: {
+            size: constant(*(size if each == pool else most for each in pools))
+            for size in range(least, most + 1)
+        }
+        for pool in pools
+    }
     tried = [each for of_pool in by_size.values() for each in of_pool.values()]
     best = [max(each[k] for each in tried) for k in intervals]
     sizes = {
