@@ -138,7 +138,7 @@ _NO_TOKENS: Final[list[int]] = []
 
 
 class Agenda:
-    """What happens when, in virtual time, of all fleets that it is given to."""
+    """The things that happen in virtual time, in their order, of all fleets that share it."""
 
     def __init__(self) -> None:
         # (time, number of the entry, what is done then)

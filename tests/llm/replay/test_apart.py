@@ -9,6 +9,7 @@ from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.llm.disaggregated.settings import DisaggregationSettings
 from dynbus.llm.mock import engine
 from dynbus.llm.mock.engine import MockConfig
+from dynbus.llm.mock.timing import StepWork
 from dynbus.llm.replay.apart import ApartFleet, ApartSimulation
 from dynbus.llm.replay.policies import with_policy
 from dynbus.llm.replay.simulation import Simulation
@@ -68,8 +69,8 @@ def test_the_first_token_is_there_before_the_blocks_and_the_second_after_them() 
     assert outputs["decode_seconds"] == pytest.approx(life.last_token - life.first_token)
 
 
-def _prompt() -> engine.StepWork:
-    return engine.StepWork(1, PROMPT, PROMPT * (PROMPT - 1) // 2)
+def _prompt() -> StepWork:
+    return StepWork(1, PROMPT, PROMPT * (PROMPT - 1) // 2)
 
 
 def test_a_prompt_that_is_computed_elsewhere_has_its_blocks_reserved_and_holds_up_no_tokens() -> (
