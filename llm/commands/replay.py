@@ -25,6 +25,7 @@ _HELP: Final = """Simulate a fleet of mock engines on a trace, with one policy a
     dynbus lab replay trace.jsonl --instances 8 --policy round_robin,dynamo,kv --speed 4
     dynbus lab replay trace.jsonl --policy dynamo,my_costs:cost --plot ttft.svg
     dynbus lab replay trace.jsonl --kill 60 --scale 300=12 --cold-start 45
+    dynbus lab replay trace.jsonl --autoscale 2:16 --cold-start 45 --policy kv
     """
 
 
@@ -52,6 +53,20 @@ class TimedCount(click.ParamType[tuple[float, int]]):
                 *(param, ctx),
             )
         return seconds, instances
+
+
+class Bounds(click.ParamType[tuple[int, int]]):
+    """The least and the most instances, as LEAST:MOST."""
+
+    name = "least:most"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        least, _, most = str(value).partition(":")
+        if not (least.isdecimal() and most.isdecimal()):
+            self.fail(f"{value!r}: give the least and the most instances, as in 2:16", param, ctx)
+        return int(least), int(most)
 
 
 speed_option: Final = click.option(
@@ -96,12 +111,20 @@ limit_option: Final = click.option(
     help="So long after the first arrival there are to be N instances; repeatable.",
 )
 @click.option(
+    "--autoscale",
+    "bounds",
+    type=Bounds(),
+    metavar="LEAST:MOST",
+    help="The autoscaler scales the fleet within these, for --slo-ttft and --slo-itl; it begins "
+    "with --instances.",
+)
+@click.option(
     "--cold-start",
     type=terminal.number(0, MOST_SECONDS),
     default=0.0,
     show_default=True,
     metavar="SECONDS",
-    help="From the start of an instance, for --kill and --scale, until it serves.",
+    help="From the start of an instance, for --kill, --scale and --autoscale, until it serves.",
 )
 @click.option(
     "--profile",
@@ -143,6 +166,7 @@ def replay(
     limit: int | None,
     kills: tuple[float, ...],
     scales: tuple[tuple[float, int], ...],
+    bounds: tuple[int, int] | None,
     cold_start: float,
     profile_path: Path | None,
     event_delay: float,
@@ -156,6 +180,7 @@ def replay(
     from dynbus import DynbusError
     from dynbus.llm.replay import Objective, Simulation
     from dynbus.llm.replay.scaled import Fault
+    from dynbus.llm.scaling import PoolConfig
 
     from .policies import policy_names
     from .replaying import mock_config, print_reports, replay_trace, ttft_bars, write_plot
@@ -178,16 +203,16 @@ def replay(
             limit=limit,
             faults=faults,
             cold_start=cold_start,
+            autoscale=None if bounds is None else PoolConfig("aggregated", *bounds),
         )
     except DynbusError:
         raise
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    reports = [each.report for each in replays]
     if as_json:
-        terminal.print_json([report.as_json() for report in reports])
+        terminal.print_json([each.as_json() for each in replays])
     else:
-        print_reports(reports)
+        print_reports(replays)
         terminal.print_bars(
             "Times to the first token", ttft_bars(replays), always=plot_path == terminal.TO_TERMINAL
         )

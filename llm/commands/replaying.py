@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import click
 import numpy as np
@@ -21,19 +22,53 @@ from dynbus.llm.mock.engine import MockConfig, MockSize
 from dynbus.llm.mock.profile import read_profile
 from dynbus.llm.replay.plot import plot_ttft
 from dynbus.llm.replay.report import Objective, Report, summarize, ttft_seconds
-from dynbus.llm.replay.scaled import Fault, ScaledFleet
-from dynbus.llm.replay.simulation import Simulation
+from dynbus.llm.replay.scaled import Decide, Fault, ScaledFleet, ScaledResult
+from dynbus.llm.replay.simulation import POOL, Simulation
 from dynbus.llm.replay.trace import Trace, TraceRequest, read_trace
+from dynbus.llm.scaling import PoolConfig, ScalingConfig, ScalingPolicy
 from dynbus.spi import suggestion, terminal
 
 from .progress import progress_bar, show
 
+INTERVAL: Final = 5.0
+"""Seconds between two decisions of a simulated autoscaler, as between those of a real one."""
+
+
+class Scaled(NamedTuple):
+    """The instances of a fleet that an autoscaler has scaled.
+
+    Attributes:
+        least, most: that served at a decision.
+        hours: that were paid for, those of starts and drains among them.
+        changes: how often the target was another one.
+    """
+
+    least: int
+    most: int
+    hours: float
+    changes: int
+
+    @classmethod
+    def of(cls, result: ScaledResult) -> Scaled:
+        """Those of a replay."""
+        served = [sample.ready for sample in result.samples]
+        targets = [sample.target.desired for sample in result.samples]
+        changes = sum(before != after for before, after in pairwise(targets))
+        return cls(min(served), max(served), result.instance_seconds / 3600.0, changes)
+
 
 class Replay(NamedTuple):
-    """A policy's figures, and the seconds to the first token; of shape [requests]."""
+    """A policy's figures, the seconds to the first token, of shape [requests], and the instances
+    of a fleet that was scaled."""
 
     report: Report
     ttft: NDArray[np.float64]
+    scaled: Scaled | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures as plain values."""
+        scaled = {} if self.scaled is None else {"scaled": self.scaled._asdict()}
+        return {**self.report.as_json(), **scaled}
 
 
 def replay_trace(
@@ -45,12 +80,14 @@ def replay_trace(
     limit: int | None = None,
     faults: Sequence[Fault] = (),
     cold_start: float = 0.0,
+    autoscale: PoolConfig | None = None,
 ) -> list[Replay]:
     """Replay a trace with each policy, with a progress bar on standard error.
 
     Args:
         faults: what happens to the fleet meanwhile.
-        cold_start: seconds until an instance serves that is started for them.
+        cold_start: seconds until an instance serves that is started for them, or by an autoscaler.
+        autoscale: the pool of an autoscaler, whose objective is the same; None for none.
 
     Raises:
         ConfigError: there is no such policy, or it returns no costs.
@@ -75,9 +112,18 @@ def replay_trace(
         for policy in policies:
             task = bar.add_task(terminal.plain(policy), total=len(trace.requests))
             progress = partial(show, bar, task)
-            if faults:
+            scaled: ScaledResult | None = None
+            if faults or autoscale is not None:
                 simulation.check(trace)
-                fleet = ScaledFleet(simulation, policy, None, cold_start=cold_start, faults=faults)
+                fleet = ScaledFleet(
+                    simulation,
+                    policy,
+                    None if autoscale is None else _decide(autoscale, objective, cold_start),
+                    cold_start=cold_start,
+                    interval=INTERVAL,
+                    faults=faults,
+                    first=None if autoscale is None else {POOL: _first(simulation, autoscale)},
+                )
                 scaled = fleet.run(trace, progress=progress)
                 result = scaled.replay
                 for fault in scaled.missed:
@@ -88,8 +134,22 @@ def replay_trace(
                 result = simulation.run(trace, policy, progress=progress)
             bar.update(task, completed=len(trace.requests))
             report = summarize(policy, result, objective=objective)
-            replays.append(Replay(report, ttft_seconds(result.requests)))
+            of = Scaled.of(scaled) if scaled is not None and autoscale is not None else None
+            replays.append(Replay(report, ttft_seconds(result.requests), of))
     return replays
+
+
+def _first(simulation: Simulation, pool: PoolConfig) -> int:
+    """The instances at the beginning: as many as are told, within the bounds."""
+    return min(max(simulation.instances, pool.least), pool.most)
+
+
+def _decide(pool: PoolConfig, objective: Objective, cold_start: float) -> Decide:
+    """The decisions of an autoscaler that knows nothing of the engines at the beginning."""
+    config = ScalingConfig(
+        {POOL: pool}, objective.ttft, objective.itl, cold_start=max(cold_start, INTERVAL)
+    )
+    return ScalingPolicy(config).decide
 
 
 class FleetOnRecord(Protocol):
@@ -209,7 +269,7 @@ class RecordedFleetReplay:
 
     def print_sides(self, plot: Path | None) -> None:
         """Print the figures of both sides, and plot them, in a terminal or as SVG."""
-        print_reports([each.report for each in self.sides])
+        print_reports(self.sides)
         to_terminal = plot == terminal.TO_TERMINAL
         terminal.print_bars("Times to the first token", ttft_bars(self.sides), always=to_terminal)
         if plot is not None and not to_terminal:
@@ -367,8 +427,10 @@ def write_plot(path: Path, replays: Sequence[Replay]) -> None:
     path.write_text(plot_ttft({each.report.policy: each.ttft for each in replays}))
 
 
-def print_reports(reports: Sequence[Report]) -> None:
+def print_reports(replays: Sequence[Replay]) -> None:
     """Print a table: a column for each policy."""
+    reports = [each.report for each in replays]
+    scaled = [each.scaled for each in replays if each.scaled is not None]
     rows = [
         ("requests", [f"{each.requests:,}" for each in reports]),
         ("duration, s", [f"{each.duration_s:,.1f}" for each in reports]),
@@ -384,6 +446,12 @@ def print_reports(reports: Sequence[Report]) -> None:
         ("balance", [f"{each.balance:.3f}" for each in reports]),
         ("preempted", [f"{each.preempted:,}" for each in reports]),
     ]
+    if scaled:
+        rows += [
+            ("instances", [f"{each.least} to {each.most}" for each in scaled]),
+            ("instance hours", [f"{each.hours:,.2f}" for each in scaled]),
+            ("changes of the target", [f"{each.changes}" for each in scaled]),
+        ]
     terminal.print_table(
         ("FIGURE", *(terminal.plain(each.policy) for each in reports)),
         [(name, *values) for name, values in rows],

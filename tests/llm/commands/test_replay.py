@@ -30,6 +30,30 @@ def invoke(*arguments: str) -> Result:
     )
 
 
+def test_an_autoscaler_scales_the_fleet_within_its_bounds() -> None:
+    options = ("--policy", "kv", "--cold-start", "30", "--json", "--speed", "0.02")
+    fixed = invoke(*options, "--instances", "4")
+    scaled = invoke(*options, "--instances", "4", "--autoscale", "1:3")
+
+    assert scaled.exit_code == 0, scaled.output
+    [before], [after] = json.loads(fixed.output), json.loads(scaled.output)
+    assert "scaled" not in before
+    found = after["scaled"]
+    assert (found["least"], found["most"]) == (1, 3)
+    assert found["changes"] > 0
+    assert found["hours"] < 3 * after["duration_s"] / 3600
+
+
+@pytest.mark.parametrize(
+    ("bounds", "reason"), [("3", "as in 2:16"), ("5:2", "5 to 2 instances"), ("0:0", "most of 1")]
+)
+def test_bounds_of_an_autoscaler_that_are_none_are_refused(bounds: str, reason: str) -> None:
+    refused = invoke("--autoscale", bounds)
+
+    assert refused.exit_code != 0
+    assert reason in refused.output + str(refused.exception)
+
+
 def dynbus(*arguments: str, at: Path) -> subprocess.CompletedProcess[str]:
     """The command as its console script runs it: its folder is on the path, the current is not."""
     return subprocess.run(
