@@ -429,15 +429,17 @@ class JobQueue:
     async def _wake(self, name: str, queued: StoredMessage) -> None:
         """Have a job that waits outside of its process run now."""
         state, last = await self.log.run_state(name)
-        if state is None or state.phase is not RunPhase.WAITING:
+        if state is None or state.phase is RunPhase.RUNNING:
             return
         is_ordered = lane_of_subject(queued.subject) in ORDERED_LANES
         if is_ordered and not state.token:
             # Who gave it back looks for signals once the server has it.
             return
-        woken = msgspec.structs.replace(state, phase=RunPhase.WOKEN, token="")
-        if await self.log.store_run_state(name, woken, last) is None:
-            return
+        # Who has woken it may not have put the copy that runs it, which is put once.
+        if state.phase is RunPhase.WAITING:
+            woken = msgspec.structs.replace(state, phase=RunPhase.WOKEN, token="")
+            if await self.log.store_run_state(name, woken, last) is None:
+                return
         if is_ordered:
             # A copy would come behind others of its key.
             await self.queue.hand_out(state.token)

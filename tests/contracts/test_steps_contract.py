@@ -26,6 +26,7 @@ from dynbus import (
     Runtime,
     StepMismatch,
     Topic,
+    Unavailable,
     context,
     depends,
     handler,
@@ -51,6 +52,7 @@ from dynbus.bus.transport import AckKind
 from dynbus.bus.work_queue import DeadLetters, Job, JobLog, JobResult, Outcome
 from dynbus.bus.work_queue.holders import read_holders
 from dynbus.bus.work_queue.job_log import RunPhase
+from dynbus.bus.work_queue.job_stream import JobStream
 
 from .conftest import Bus, eventually
 
@@ -491,6 +493,28 @@ async def test_a_job_takes_signals_in_turn(fleet: Fleet) -> None:
     assert await job.result(PATIENCE) == "the clerk and the mayor"
     with pytest.raises(NoJob, match="has ended"):
         await job.signal("approved", "late")
+
+
+async def test_a_signal_that_is_sent_again_wakes_a_job_though_the_first_was_broken_off(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    await fleet.start(fleet.shop)
+    job = await fleet.client.approve.submit(3600.0)
+    await comes_to(job, "waiting")
+
+    async def cut_off(*_: object) -> None:
+        raise Unavailable("cut off")
+
+    with monkeypatch.context() as once:
+        once.setattr(JobStream, "wake", cut_off)
+        with pytest.raises(Unavailable, match="cut off"):
+            await job.signal("approved", "the clerk")
+    await job.signal("approved", "the clerk")
+    await comes_to(job, "waiting")
+    await job.signal("sealed", "the mayor")
+
+    assert await job.result(PATIENCE) == "the clerk and the mayor"
 
 
 async def test_a_job_that_waits_for_long_has_no_place_at_an_instance(
