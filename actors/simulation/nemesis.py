@@ -16,7 +16,9 @@ from anyio.abc import TaskGroup
 from dynbus.actors.runtime import ActorInstance
 from dynbus.bus.background import task_group
 from dynbus.bus.memory.bus import MemoryConnection
+from dynbus.bus.transport import Message
 
+from .loop import process
 from .plan import Fault, Kind, Plan
 from .processes import Process, SimulatedKit
 
@@ -30,6 +32,15 @@ MOST_LOSS: Final = 0.5
 LOST_SUBJECTS: Final = (">", "_R.*.*.f", "*.*._ctl.*", "_R.*.*.ctl.f", "$JS.API.>")
 """The messages of which some are lost: all of them, results, what is said to instances on the
 control lane and by them, and questions to JetStream."""
+ENDS: Final = frozenset({Kind.KILL, Kind.LEAVE, Kind.FREEZE})
+DISTURBS: Final = frozenset({Kind.CUT, Kind.SLOW, Kind.SILENCE, Kind.LATE})
+"""The faults of one process: of an instance's, and of any process's links."""
+AT_A_MESSAGE: Final = 0.5
+"""The share of them that begin when a message of the process has reached the server."""
+SHARES: Final = 64
+"""Parts of what `Fault.pick` draws from: each has that share."""
+MOMENT: Final = 0.5
+"""Seconds within which such a message has to come."""
 
 
 class Trouble(NamedTuple):
@@ -94,6 +105,9 @@ class Nemesis:
     async def _carry_out(self, fault: Fault, tasks: TaskGroup) -> None:
         loop = asyncio.get_running_loop()
         async with AsyncExitStack() as healed:
+            one = self._hit_by(fault)
+            if one is not None and fault.pick * SHARES % 1 < AT_A_MESSAGE:
+                await self._next_message(one)
             hit = self._begin(fault, healed, tasks)
             if hit is None:
                 return
@@ -113,6 +127,14 @@ class Nemesis:
         Returns:
             The processes that it hits; none where it hits all, and None where it hits nothing.
         """
+        one = self._hit_by(fault)
+        if fault.kind in ENDS:
+            return None if one is None else self._end(fault, healed, one, tasks)
+        if one is not None:
+            data, control = one.connections
+            links = ((data,), (control,), (data, control))[int(fault.manner * 0.999 * 3)]
+            self._disturb(fault, links, healed)
+            return (one,)
         bus, there = self._kit.bus, list(self._kit.alive())
         match fault.kind:
             case Kind.SERVER | Kind.DISK:
@@ -129,28 +151,43 @@ class Nemesis:
                 return ()
             case Kind.SPLIT:
                 return self._split(fault, healed, there)
-            case Kind.KILL | Kind.LEAVE | Kind.FREEZE:
-                serving = [one for one in there if one.instances and not one.is_frozen]
-                return self._end(fault, healed, serving, tasks)
-            case Kind.CUT_SOME:
+            case _:
                 first, count = fault.among(len(there)), 2 + int(fault.manner * (len(there) - 1))
                 hit = [*there, *there][first : first + min(count, len(there))]
-                for one in hit:
-                    self._cut(one.connections, healed)
+                for each in hit:
+                    self._cut(each.connections, healed)
                 return hit
-            case Kind.CUT | Kind.SLOW | Kind.SILENCE | Kind.LATE:
-                one = there[fault.among(len(there))]
-                data, control = one.connections
-                links = ((data,), (control,), (data, control))[int(fault.manner * 0.999 * 3)]
-                self._disturb(fault, links, healed)
-                return (one,)
+
+    def _hit_by(self, fault: Fault) -> Process | None:
+        """The process that a fault of one process would hit now; None where there is none, and for
+        other faults."""
+        there = list(self._kit.alive())
+        if fault.kind in ENDS:
+            there = [one for one in there if one.instances and not one.is_frozen]
+        elif fault.kind not in DISTURBS:
+            return None
+        return there[fault.among(len(there))] if there else None
+
+    async def _next_message(self, of: Process) -> None:
+        """Wait until the next message of a process has reached the server, `MOMENT` at most.
+
+        What breaks off there breaks off between two steps, which take next to no time.
+        """
+        sent = asyncio.Event()
+
+        def note(_: Message) -> None:
+            if process.get() is of:
+                sent.set()
+
+        observers = self._kit.bus.observers
+        observers.append(note)
+        with anyio.move_on_after(MOMENT):
+            await sent.wait()
+        observers.remove(note)
 
     def _end(
-        self, fault: Fault, healed: AsyncExitStack, serving: Sequence[Process], tasks: TaskGroup
-    ) -> Collection[Process] | None:
-        if not serving:
-            return None
-        victim = serving[fault.among(len(serving))]
+        self, fault: Fault, healed: AsyncExitStack, victim: Process, tasks: TaskGroup
+    ) -> Collection[Process]:
         if fault.kind is Kind.FREEZE:
             victim.freeze()
             healed.callback(victim.thaw)

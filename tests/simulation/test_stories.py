@@ -15,6 +15,9 @@ import pytest
 
 from dynbus.testing import Kind, Simulation, simulate
 
+from .caches import caches, elections
+from .left_calls import left_calls
+from .objects import objects
 from .stories import (
     calls,
     discovery,
@@ -23,6 +26,7 @@ from .stories import (
     levels,
     light_load,
     long_calls,
+    signals,
     split_streams,
     streams,
 )
@@ -32,6 +36,8 @@ Story = Callable[[Simulation], Awaitable[object]]
 SEEDS: Final = int(os.environ.get("SIMULATION_SEEDS", "200"))
 FIRST: Final = int(os.environ.get("SIMULATION_SEED", "0"))
 AT_A_PUSH: Final = 10
+NARROW: Final = 16
+"""Bytes that a stream may be ahead of its reader: ten items or so."""
 
 
 class Telling(NamedTuple):
@@ -39,6 +45,7 @@ class Telling(NamedTuple):
 
     Attributes:
         faults: their weights; None for all that lose nothing that is stored.
+        settings: of the bus.
         most_faults: of one seed.
         paths: counts that have to be above 0 when it was told often enough: the ways of the library
             that the faults are to reach.
@@ -48,6 +55,7 @@ class Telling(NamedTuple):
     faults: Mapping[Kind, float] | None = None
     most_faults: int = 6
     paths: Sequence[str] = ()
+    settings: Mapping[str, int] = {}
 
 
 GONE: Final = "log: %s is gone; calls that were open at it: %d"
@@ -82,14 +90,20 @@ STORIES: Final = {
             "unknown",
         ),
     ),
+    "narrow streams": Telling(streams, paths=("moved stream",), settings={"stream_window": NARROW}),
     "streams of split servers": Telling(
         split_streams, {Kind.SPLIT: 1.0}, paths=("moved stream", "listed: StreamLost")
     ),
     "jobs": Telling(
         jobs,
-        paths=(TAKEN_FOR_DEAD, "submit repeated", "tries beyond the first", "steps begun again"),
+        paths=(TAKEN_FOR_DEAD, "repeated", "tries beyond the first", "steps begun again"),
     ),
-    "events": Telling(events, paths=("publish repeated", "events heard again")),
+    "signals": Telling(signals, paths=("signals heard again",)),
+    "left calls": Telling(left_calls, paths=("left", "cancel")),
+    "objects": Telling(objects, paths=("put cancelled",)),
+    "caches": Telling(caches),
+    "elections": Telling(elections),
+    "events": Telling(events, paths=("repeated", "events heard again")),
     "discovery": Telling(discovery, paths=(NOT_RENEWED,)),
     "discovery without the disk": Telling(
         discovery, {Kind.DISK: 1.0, Kind.KILL: 1.0}, paths=("fault: disk",)
@@ -103,7 +117,13 @@ STORIES: Final = {
 def tell(name: str, seeds: range) -> Counter[str]:
     """Tell a story; what was counted."""
     one = STORIES[name]
-    report = simulate(one.story, seeds=seeds, faults=one.faults, most_faults=one.most_faults)
+    report = simulate(
+        one.story,
+        seeds=seeds,
+        faults=one.faults,
+        most_faults=one.most_faults,
+        **one.settings,
+    )
     return report.counts
 
 

@@ -1,0 +1,138 @@
+"""The story of calls that their callers leave, of what these have called, and of few places."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import ClassVar
+
+import anyio
+import msgspec
+
+from dynbus import Actor, DynbusError, call_options, context, depends, handler
+from dynbus.testing import Simulation
+
+from .rest import rest
+
+CALLERS = 6
+INSTANCES = 3
+TIMEOUT = 8.0
+PLACES = 2
+MOST = 3
+"""Calls of a batch."""
+GOES_ON = 4.0
+"""Seconds for which what was left may go on where nothing disturbs it: one until it is killed, and
+the heartbeats after which a cancel that was lost is made good."""
+
+
+class Work(msgspec.Struct, frozen=True):
+    """A request that takes `seconds`."""
+
+    name: str
+    seconds: float
+
+
+class Left:
+    """The calls that were left, by name, and when.
+
+    Attributes:
+        too_long: those that went on all the same.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.at: dict[str, float] = {}
+        self.too_long: list[str] = []
+
+    def goes_on(self, name: str) -> None:
+        """A call does something."""
+        at = self.at.get(name)
+        if at is not None and (for_ := self.simulation.undisturbed(at)) > GOES_ON:
+            self.too_long.append(f"{name} for {for_:.1f} s")
+
+
+class Few(Actor, namespace="simulated"):
+    """Has few places, and does not heed a request to stop."""
+
+    left: ClassVar[Left]
+    running: ClassVar[Counter[str]]
+
+    @handler(concurrency=PLACES, queue=3)
+    async def work(self, work: Work) -> str:
+        time_left = context().time_left()
+        assert (time_left or TIMEOUT) <= TIMEOUT, f"{work.name} has {time_left} s"
+        with self._place("work"):
+            end = self.left.simulation.now + work.seconds
+            while self.left.simulation.now < end:
+                await asyncio.sleep(0.1)
+                self.left.goes_on(work.name)
+        return work.name
+
+    @handler(batch=MOST, batch_wait=0.3, concurrency=PLACES)
+    async def together(self, works: list[Work]) -> list[str]:
+        with self._place("together"):
+            await asyncio.sleep(max(one.seconds for one in works))
+        return [one.name for one in works]
+
+    @contextmanager
+    def _place(self, kind: str) -> Generator[None]:
+        place = f"{kind} at {self.instance_id}"
+        self.running[place] += 1
+        assert self.running[place] <= PLACES, f"{self.running[place]} run: {place}"
+        try:
+            yield
+        finally:
+            self.running[place] -= 1
+
+
+class Boss(Actor, namespace="simulated"):
+    """Has others work, some of them patiently."""
+
+    few = depends(Few)
+
+    @handler
+    async def have_done(self, work: Work) -> str:
+        with call_options(timeout=60.0, wait=5.0):
+            first = await self.few.work(work)
+            assert first == work.name
+            return await self.few.work(work)
+
+
+async def left_calls(simulation: Simulation) -> None:
+    """A call that is left, or whose time is over, ends soon at its instance, and with it what it
+    called; the limits of its handler hold, and at last all its places are free."""
+    left = Few.left = Left(simulation)
+    Few.running = Counter()
+    for _ in range(INSTANCES):
+        await simulation.start(Few)
+    for _ in range(2):
+        await simulation.start(Boss)
+    few = simulation.client(Few, wait=5.0, timeout=TIMEOUT)
+    boss = simulation.client(Boss, wait=5.0, timeout=TIMEOUT)
+
+    async def call(caller: int) -> None:
+        for number in range(8):
+            chance = simulation.random.random()
+            work = Work(f"{caller}-{number}", 3.0 * simulation.random.random())
+            method = (few.work, few.together, boss.have_done)[(caller + number) % 3]
+            patience = 0.01 + 4.0 * simulation.random.random()
+            if chance < 0.2:
+                patience /= 50
+            timeout = call_options(timeout=patience if chance > 0.8 else TIMEOUT)
+            with suppress(DynbusError), anyio.move_on_after(patience) as scope, timeout:
+                assert await method(work) == work.name
+            if scope.cancelled_caught:
+                left.at[work.name] = simulation.now
+                simulation.counts["left"] += 1
+
+    async with anyio.create_task_group() as callers:
+        for caller in range(CALLERS):
+            callers.start_soon(call, caller)
+    instances = await rest(simulation)
+    assert not left.too_long, f"went on after they were left: {left.too_long}"
+    for instance in instances:
+        with call_options(instance=instance.id, retries=0):
+            if isinstance(instance.actor, Few):
+                assert await few.work(Work("at last", 0.1)) == "at last"
