@@ -119,6 +119,10 @@ def how_to_begin(state: RunState | None, own: int, queued: Collection[int]) -> B
     """
     if state is None or (state.phase is RunPhase.RUNNING and state.sequence == own):
         return Begin.RUN
+    if queued and own not in queued:
+        # It was handed out once more, and then dropped for another one: it would go on, and leave
+        # the job without a message.
+        return Begin.DROP
     if state.phase is RunPhase.RUNNING:
         # A message that is gone runs nothing: its copy goes on in its place.
         return Begin.DROP if state.sequence in queued else Begin.CLAIM

@@ -240,6 +240,8 @@ class JobRun:
         log, own = self._jobs.log, self._job.delivery.message.sequence
         if self._waits:
             # What waited the time before, in whose place this try was woken, or would be next time.
+            # First, that this try still has the job: another one's message is not to be dropped.
+            await self._store_run(RunState(RunPhase.RUNNING, own, self._waits))
             await self._jobs.queue.forget(self.job_id, but=own)
         self._waits += 1
         until = await self.now() + delay

@@ -90,6 +90,9 @@ def test_of_the_messages_of_a_job_that_waited_one_at_most_runs_it_without_asking
         (RunState(RunPhase.WOKEN, 5, 1), 5, (5, 9), Begin.DROP),
         # Its waker died before it had put the copy.
         (RunState(RunPhase.WOKEN, 5, 1), 5, (5,), Begin.CLAIM),
+        # It was dropped while it was on its way to its taker.
+        (RunState(RunPhase.WAITING, 9, 2), 5, (9,), Begin.DROP),
+        (RunState(RunPhase.WAITING, 9, 2), 5, (), Begin.CLAIM),
     ],
 )
 def test_which_message_runs_a_job(

@@ -48,7 +48,7 @@ from dynbus.bus.protocol.names import (
     topic_stream,
     work_stream,
 )
-from dynbus.bus.transport import AckKind
+from dynbus.bus.transport import AckKind, StoredMessage
 from dynbus.bus.work_queue import DeadLetters, Job, JobLog, JobResult, Outcome
 from dynbus.bus.work_queue.holders import read_holders
 from dynbus.bus.work_queue.job_log import RunPhase
@@ -493,6 +493,48 @@ async def test_a_job_takes_signals_in_turn(fleet: Fleet) -> None:
     assert await job.result(PATIENCE) == "the clerk and the mayor"
     with pytest.raises(NoJob, match="has ended"):
         await job.signal("approved", "late")
+
+
+async def test_a_try_that_has_lost_its_job_drops_no_message_of_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    taken_over, given_up = False, asyncio.Event()
+    read_signals = JobLog.signals
+    lose = steps.JobRun._lose  # pyright: ignore[reportPrivateUsage]
+
+    async def take_over(log: JobLog, job_id: str, name: str) -> list[StoredMessage]:
+        """Have another message run the job, once it has waited."""
+        nonlocal taken_over
+        if name == "sealed" and not taken_over:
+            state, last = await log.run_state(job_id)
+            assert state is not None
+            other = msgspec.structs.replace(state, sequence=99)
+            assert await log.store_run_state(job_id, other, last)
+            taken_over = True
+        return await read_signals(log, job_id, name)
+
+    async def give_up(run: steps.JobRun) -> None:
+        given_up.set()
+        await lose(run)
+
+    dropped: list[str] = []
+
+    async def drop(_: JobStream, job_id: str, but: int = 0) -> None:
+        dropped.append(job_id)
+
+    await fleet.start(fleet.shop)
+    job = await fleet.client.approve.submit(3600.0)
+    await comes_to(job, "waiting")
+    monkeypatch.setattr(JobLog, "signals", take_over)
+    monkeypatch.setattr(steps.JobRun, "_lose", give_up)
+    monkeypatch.setattr(JobStream, "forget", drop)
+    await job.signal("approved", "the clerk")
+
+    async with asyncio.timeout(PATIENCE):
+        await given_up.wait()
+
+    assert dropped == []
 
 
 async def test_a_signal_that_is_sent_again_wakes_a_job_though_the_first_was_broken_off(
