@@ -14,7 +14,15 @@ import msgspec
 
 from dynbus import Actor, DynbusError, handler
 from dynbus.bus.background import Work
-from dynbus.kvrouter import BlockRemoved, BlockStored, Election, KvEventPublisher, Rank, open_router
+from dynbus.kvrouter import (
+    BlockRemoved,
+    BlockStored,
+    Election,
+    IndexFollower,
+    KvEventPublisher,
+    Rank,
+    open_router,
+)
 from dynbus.kvrouter.routing.active_load import NO_LOAD
 from dynbus.kvrouter.stream.digest import index_digest
 from dynbus.testing import Simulation
@@ -113,7 +121,7 @@ async def caches(simulation: Simulation) -> None:
         running = {rank: gate.router.load(rank) for rank in map(_rank, engines)}
         assert set(running.values()) <= {NO_LOAD}, f"what runs when all rests: {running}"
         follower = gate.router.follower
-        assert follower is not None, "the router is exact"
+        assert isinstance(follower, IndexFollower)
         known = {rank.instance for rank in follower.index.ranks}
         assert known <= engines.keys(), f"of {sorted(engines)} the caches of {known} are known"
         for name, engine in engines.items():

@@ -1,5 +1,7 @@
 """The story of calls that their callers leave, of what these have called, and of few places."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import asyncio
@@ -97,7 +99,9 @@ class Boss(Actor, namespace="simulated"):
         with call_options(timeout=60.0, wait=5.0):
             first = await self.few.work(work)
             assert first == work.name
-            return await self.few.work(work)
+            second = await self.few.work(work)
+        assert not context()._listeners, "a call that has ended is still told of a cancel"
+        return second
 
 
 async def left_calls(simulation: Simulation) -> None:
@@ -118,8 +122,9 @@ async def left_calls(simulation: Simulation) -> None:
             work = Work(f"{caller}-{number}", 3.0 * simulation.random.random())
             method = (few.work, few.together, boss.have_done)[(caller + number) % 3]
             patience = 0.01 + 4.0 * simulation.random.random()
-            if chance < 0.2:
-                patience /= 50
+            if chance < 0.3:
+                # Some leave when their request has just been sent, or is on its way.
+                patience *= max(0.0, chance - 0.15) / 10
             timeout = call_options(timeout=patience if chance > 0.8 else TIMEOUT)
             with suppress(DynbusError), anyio.move_on_after(patience) as scope, timeout:
                 assert await method(work) == work.name

@@ -69,7 +69,8 @@ class Shop(Actor, namespace="simulated"):
     @handler
     async def buy(self, key: str) -> str:
         self.effects[key] += 1
-        await asyncio.sleep(0.05)
+        # Each second one takes long enough to be open when something goes wrong.
+        await asyncio.sleep(1.0 if key[-1] in "13579" else 0.05)
         return key
 
     @handler(timeout=60.0)
@@ -148,15 +149,23 @@ STILL = 5.0
 """Seconds for which a stream may stand still once nothing disturbs it any more."""
 
 
+AT_ONCE = 0.3
+"""Seconds within which one goes on that nothing but its server has held up."""
+
+
 class Reading:
     """The items of a stream as they come: in order, each once, and none too late."""
 
     def __init__(
-        self, simulation: Simulation, pause: float, despite: Collection[Kind] = ()
+        self,
+        simulation: Simulation,
+        pause: float,
+        despite: Collection[Kind] = (),
+        still: float = STILL,
     ) -> None:
         self.simulation = simulation
         self.count = 0
-        self._still = STILL + BURST * pause
+        self._still = still + BURST * pause
         self._despite = despite
         self._last = simulation.now
 
@@ -176,7 +185,9 @@ class Reading:
         self._last = self.simulation.now
 
 
-async def streams(simulation: Simulation, despite: Collection[Kind] = ()) -> None:
+async def streams(
+    simulation: Simulation, despite: Collection[Kind] = (), still: float = STILL
+) -> None:
     """A stream that says how it goes on has all of its items, once and in order; any other has its
     first ones, and ends with `StreamLost` where it has not all. None stands still."""
     await _open_shop(simulation)
@@ -186,14 +197,14 @@ async def streams(simulation: Simulation, despite: Collection[Kind] = ()) -> Non
         way, replays = ((client.replayed, True), (client.resumed, False))[caller % 2]
         pause = 0.02 + 0.3 * simulation.random.random()
         # What is replayed is computed again.
-        reading = Reading(simulation, 30 * pause if replays else pause, despite)
+        reading = Reading(simulation, 30 * pause if replays else pause, despite, still)
         async for item in way(Items(0, 30, pause)):
             reading.item(item)
         assert reading.count == 30, f"a stream ended after {reading.count} of 30 items"
 
     async def first_ones(caller: int) -> None:
         for _ in range(3):
-            reading = Reading(simulation, 0.1)
+            reading = Reading(simulation, 0.1, still=still)
             try:
                 async for item in client.listed(Items(0, 20, 0.1)):
                     reading.item(item)
@@ -216,6 +227,12 @@ async def split_streams(simulation: Simulation) -> None:
 
 
 ACK_WAIT = 5.0
+
+
+async def interrupted_streams(simulation: Simulation) -> None:
+    """Streams go on as soon as the server is back, before any heartbeat: to be told with
+    `Kind.SERVER`."""
+    await streams(simulation, still=AT_ONCE)
 
 
 class Order(msgspec.Struct, frozen=True):

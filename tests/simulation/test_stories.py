@@ -22,6 +22,7 @@ from .stories import (
     calls,
     discovery,
     events,
+    interrupted_streams,
     jobs,
     levels,
     light_load,
@@ -94,6 +95,7 @@ STORIES: Final = {
     "streams of split servers": Telling(
         split_streams, {Kind.SPLIT: 1.0}, paths=("moved stream", "listed: StreamLost")
     ),
+    "interrupted streams": Telling(interrupted_streams, {Kind.SERVER: 1.0}, paths=("resume",)),
     "jobs": Telling(
         jobs,
         paths=(TAKEN_FOR_DEAD, "repeated", "tries beyond the first", "steps begun again"),
@@ -122,7 +124,7 @@ def tell(name: str, seeds: range) -> Counter[str]:
         seeds=seeds,
         faults=one.faults,
         most_faults=one.most_faults,
-        **one.settings,
+        **one.settings,  # type: ignore[arg-type]
     )
     return report.counts
 
