@@ -389,8 +389,13 @@ async def events(simulation: Simulation) -> None:
     simulation.counts["events heard again"] += heard.total() - EVENTS
 
 
+MOST_STILL = 0.8
+MOST_CUT_OFF = 0.5
+"""Seconds of a hiccup, with which no heartbeat is due for as long as it takes."""
+
+
 async def light_load(simulation: Simulation) -> None:
-    """Without faults no call fails, and nothing is logged: to be told with an empty plan."""
+    """No call fails: to be told without faults, or with `Kind.SERVER`, which all wait for."""
     effects = await _open_shop(simulation)
     client = simulation.client(Shop)
 
@@ -403,6 +408,32 @@ async def light_load(simulation: Simulation) -> None:
         for caller in range(CALLERS):
             callers.start_soon(buy, caller)
     assert set(effects.values()) == {1}
+
+
+async def hiccups(simulation: Simulation) -> None:
+    """No call fails where a process now and then stands still, or is cut off, for less time than it
+    takes to count as dead: to be told with an empty plan."""
+    chance = simulation.random
+
+    async def disturb() -> None:
+        while True:
+            await asyncio.sleep(2.0 + 3.0 * chance.random())
+            processes = list(simulation.kit.alive())
+            one = processes[int(chance.random() * len(processes))]
+            if chance.random() < 0.5 and one.instances:
+                one.freeze()
+                await asyncio.sleep(MOST_STILL * chance.random())
+                one.thaw()
+            else:
+                for connection in one.connections:
+                    connection.disconnect()
+                await asyncio.sleep(MOST_CUT_OFF * chance.random())
+                for connection in one.connections:
+                    connection.reconnect()
+
+    disturbing = asyncio.ensure_future(disturb())
+    await light_load(simulation)
+    disturbing.cancel()
 
 
 async def discovery(simulation: Simulation) -> None:
