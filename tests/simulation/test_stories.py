@@ -64,6 +64,9 @@ GONE: Final = "log: %s is gone; calls that were open at it: %d"
 NOT_RENEWED: Final = "log: %r was not renewed: %s"
 TAKEN_FOR_DEAD: Final = "log: %r was taken for dead: others may have its jobs"
 
+LOST: Final = {Kind.KILL: 2.0, Kind.FREEZE: 1.0, Kind.CUT: 1.0}
+"""What processes alone meet, and more of it: for promises about two that do the same."""
+
 STORIES: Final = {
     "calls": Telling(
         calls,
@@ -101,11 +104,12 @@ STORIES: Final = {
         jobs,
         paths=(TAKEN_FOR_DEAD, "repeated", "tries beyond the first", "steps begun again"),
     ),
+    "jobs whose takers are lost": Telling(jobs, LOST, 12, paths=("tries beyond the first",)),
     "signals": Telling(signals, paths=("signals heard again",)),
     "left calls": Telling(left_calls, paths=("left", "cancel")),
     "objects": Telling(objects, paths=("put cancelled",)),
     "caches": Telling(caches),
-    "elections": Telling(elections),
+    "elections": Telling(elections, {**LOST, Kind.LEAVE: 1.0, Kind.SLOW: 2.0}, 12),
     "events": Telling(events, paths=("repeated", "events heard again")),
     "discovery": Telling(discovery, paths=(NOT_RENEWED,)),
     "discovery without the disk": Telling(
