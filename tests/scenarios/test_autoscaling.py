@@ -70,8 +70,8 @@ MOCKS: Final = Pool(
 def small_engines(folder: Path) -> Pool:
     """Engines that compute a model of two layers, with what they bear by what a prompt takes here.
 
-    One that gives prompts a fifth of its time has a twentieth of them wait for 1.7 times as long as
-    they take, by the formula of `capacity.py`; three of them leave two cores time for their outputs.
+    One that gives prompts a fifth of its time has a twentieth of them wait for 1.7 times as long
+    as they take, by the formula of `capacity.py`; three leave two cores time for their outputs.
     """
     config = write_tiny_model(folder) / "config.json"
     fields = json.loads(config.read_text())
