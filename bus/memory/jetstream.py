@@ -8,6 +8,7 @@ connection sees of it.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Protocol, TypeVar, Unpack
@@ -174,6 +175,8 @@ class JetStreamServer:
         self._pull_consumers: dict[tuple[str, str], MemoryPullConsumer] = {}
         self._pull_readers: list[MemoryPullReader] = []
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        # A timer has that of the server: what a client has set off goes on without the client.
+        self._context = contextvars.copy_context()
         self._last_created = 0.0
 
     def stall(self, stalled: bool = True) -> None:
@@ -318,7 +321,7 @@ class JetStreamServer:
             return NoStream(f"stream {stream} not found")
         key = stream, config.name
         if key not in self._pull_consumers:
-            self._pull_consumers[key] = MemoryPullConsumer(config, memory_stream)
+            self._pull_consumers[key] = MemoryPullConsumer(config, memory_stream, self._context)
             for reader in self._pull_readers:
                 if (reader.stream, reader.consumer) == key:
                     reader.restart()
@@ -388,7 +391,7 @@ class JetStreamServer:
             timer.cancel()
         if due is not None:
             loop = asyncio.get_running_loop()
-            self._timers[name] = loop.call_at(due, self._expire, stream)
+            self._timers[name] = loop.call_at(due, self._expire, stream, context=self._context)
 
     def _expire(self, stream: MemoryStream) -> None:
         # A timer may fire a clock tick early.

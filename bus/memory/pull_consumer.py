@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -108,15 +109,22 @@ class _Unsettled(NamedTuple):
 
 
 class MemoryPullConsumer:
-    """One consumer of a stream. Times are loop seconds."""
+    """One consumer of a stream. Times are loop seconds.
 
-    def __init__(self, config: PullConsumerConfig, stream: MemoryStream) -> None:
+    Args:
+        context: of the server, in which its timers run.
+    """
+
+    def __init__(
+        self, config: PullConsumerConfig, stream: MemoryStream, context: contextvars.Context
+    ) -> None:
         self.config = config
         self.stream = stream
         self._next_sequence = _start_of(config, stream)
         self._unsettled: dict[int, _Unsettled] = {}
         self._owed: dict[MemoryPullReader, int] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._context = context
         self._is_paused = False
 
     def __repr__(self) -> str:
@@ -227,7 +235,8 @@ class MemoryPullConsumer:
             self._timer = None
         dues = [unsettled.due for unsettled in self._unsettled.values() if unsettled.due > now]
         if dues and self._owed:
-            self._timer = asyncio.get_running_loop().call_at(min(dues), self.serve)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(min(dues), self.serve, context=self._context)
 
 
 def _start_of(config: PullConsumerConfig, stream: MemoryStream) -> int:

@@ -27,7 +27,9 @@ from dynbus import (
     handler,
 )
 from dynbus.actors.middleware.passing import Proceed
+from dynbus.actors.simulation.processes import Process
 from dynbus.actors.simulation.randomness import seeded
+from dynbus.bus.transport import PullConsumerConfig, StreamConfig
 from dynbus.testing import Fault, Kind, Simulation, SimulationFailed, simulate
 
 KILL = Fault(at=1.0, kind=Kind.KILL, lasts=1.0)
@@ -169,6 +171,47 @@ def test_a_process_that_is_frozen_goes_on_where_it_stood() -> None:
     assert carried_out == 1
     assert not [at for at in ticks if 1.2 < at < 3.7]
     assert max(ticks) > 4.0
+
+
+def test_the_server_goes_on_when_who_used_it_last_does_not() -> None:
+    """What a process has stored expires, and what it took is handed out again, though it stands
+    still."""
+
+    async def story(simulation: Simulation) -> None:
+        first, second = [
+            simulation.kit.process_of(await simulation.kit.runtime()) for _ in range(2)
+        ]
+        taken: list[int] = []
+
+        async def take(process: Process, count: int) -> None:
+            jetstream = process.runtime.bus.data.jetstream
+            reader = jetstream.pull(
+                "JOBS", "C", lambda _: taken.append(process.number), on_missing=lambda: None
+            )
+            reader.ask(count)
+            await process.runtime.bus.data.barrier()
+
+        async def store() -> None:
+            jetstream = first.runtime.bus.data.jetstream
+            await jetstream.ensure_stream(StreamConfig("RECORDS", ("record",), marker_ttl=0.0))
+            await jetstream.ensure_stream(StreamConfig("JOBS", ("job",), work_queue=True))
+            await jetstream.ensure_pull_consumer("JOBS", PullConsumerConfig("C", 2.0))
+            await take(first, 1)
+            await jetstream.publish("job", b"")
+
+        await first.run(store)
+        await second.run(take, second, 2)
+        await first.run(first.runtime.bus.data.jetstream.publish, "record", b"", ttl=2.0)
+        await first.run(first.runtime.bus.data.jetstream.publish, "job", b"")
+        first.freeze()
+        await asyncio.sleep(10.0)
+        records = await simulation.kit.caller.bus.data.jetstream.stream_info("RECORDS")
+        first.thaw()
+
+        assert taken == [first.number, second.number, second.number]
+        assert not records.messages
+
+    simulate(story, seeds=[1], plan=[])
 
 
 def test_another_instance_is_started_in_the_place_of_one_that_is_killed() -> None:
