@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 CALLERS = 3
 BURST = 3
+SLOW = " slowly"
 INSTANCES = 3
 MOVES = 100
 """As often as a stream may move: faults hit the same one again and again."""
@@ -69,8 +70,8 @@ class Shop(Actor, namespace="simulated"):
     @handler
     async def buy(self, key: str) -> str:
         self.effects[key] += 1
-        # Each second one takes long enough to be open when something goes wrong.
-        await asyncio.sleep(1.0 if key[-1] in "13579" else 0.05)
+        # Some take long enough to be open when something goes wrong.
+        await asyncio.sleep(1.0 if key.endswith(SLOW) else 0.05)
         return key
 
     @handler(timeout=60.0)
@@ -121,7 +122,7 @@ async def calls(simulation: Simulation) -> None:
 
     async def buy(caller: int) -> None:
         for number in range(12):
-            key = f"{caller}-{number}"
+            key = f"{caller}-{number}{SLOW * (number % 2)}"
             try:
                 assert await plain.buy(key) == key
                 claims[key] = True
@@ -394,20 +395,27 @@ MOST_CUT_OFF = 0.5
 """Seconds of a hiccup, with which no heartbeat is due for as long as it takes."""
 
 
-async def light_load(simulation: Simulation) -> None:
-    """No call fails: to be told without faults, or with `Kind.SERVER`, which all wait for."""
+async def light_load(simulation: Simulation, slow: str = "") -> None:
+    """Without faults no call fails, and nothing is logged: to be told with an empty plan."""
     effects = await _open_shop(simulation)
     client = simulation.client(Shop)
 
     async def buy(caller: int) -> None:
         for number in range(30):
-            assert await client.buy(f"{caller}-{number}") == f"{caller}-{number}"
+            key = f"{caller}-{number}{slow * (number % 2)}"
+            assert await client.buy(key) == key
             await asyncio.sleep(0.3 * simulation.random.random())
 
     async with anyio.create_task_group() as callers:
         for caller in range(CALLERS):
             callers.start_soon(buy, caller)
     assert set(effects.values()) == {1}
+
+
+async def interrupted_calls(simulation: Simulation) -> None:
+    """No call fails, whether it is open or begins while the server is away: to be told with
+    `Kind.SERVER`."""
+    await light_load(simulation, SLOW)
 
 
 async def hiccups(simulation: Simulation) -> None:
@@ -432,7 +440,7 @@ async def hiccups(simulation: Simulation) -> None:
                     connection.reconnect()
 
     disturbing = asyncio.ensure_future(disturb())
-    await light_load(simulation)
+    await light_load(simulation, SLOW)
     disturbing.cancel()
 
 

@@ -23,6 +23,7 @@ from .stories import (
     discovery,
     events,
     hiccups,
+    interrupted_calls,
     interrupted_streams,
     jobs,
     levels,
@@ -116,7 +117,7 @@ STORIES: Final = {
         discovery, {Kind.DISK: 1.0, Kind.KILL: 1.0}, paths=("fault: disk",)
     ),
     "light load": Telling(light_load, {}),
-    "light load, and a server that dies": Telling(light_load, {Kind.SERVER: 1.0}),
+    "interrupted calls": Telling(interrupted_calls, {Kind.SERVER: 1.0}),
     "hiccups": Telling(hiccups, {}, paths=("resume",)),
     "levels": Telling(levels, {Kind.KILL: 1.0}, 12, paths=("moved stream",)),
     "long calls": Telling(long_calls, {Kind.LATE: 1.0}, paths=("dropped: stale",)),
