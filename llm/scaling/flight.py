@@ -201,8 +201,8 @@ class ScalingReplay:
                 self._deciding[entry.recorder] = _Deciding(
                     record.autoscaler, ScalingPolicy(record.config), record.is_new
                 )
-        except (msgspec.DecodeError, ConfigError, ArithmeticError, RecursionError):
-            # Others may write into a flight what no autoscaler does.
+        except (msgspec.DecodeError, ConfigError, ArithmeticError, ValueError, RecursionError):
+            # Others may write into a flight what no autoscaler does, numbers that are none too.
             self._missing += 1
             if known is not None:
                 known.is_whole = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -102,7 +103,18 @@ def test_what_was_seen_before_the_recording_explains_another_target(
     assert replay.is_as_recorded
 
 
-@pytest.mark.parametrize("body", [["odd"], [{"pools": 3}, {}], [{"time": 1e300, "pools": {}}, 1]])
+NO_NUMBER = {"running": 1, "context_tokens": math.nan}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ["odd"],
+        [{"pools": 3}, {}],
+        [{"time": 1e300, "pools": {}}, 1],
+        [{"time": 1.0, "pools": {POOL: {"ready": 1, "load": NO_NUMBER}}}, {}],
+    ],
+)
 def test_a_record_that_no_autoscaler_writes_is_missing(
     flight: tuple[list[Entry], list[Event]], body: list[object]
 ) -> None:
