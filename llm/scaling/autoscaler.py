@@ -197,6 +197,10 @@ class _Acting:
     """Has hands act, on one pool, until its target is carried out.
 
     A target that was not carried out is asked for again at the next decision.
+
+    Attributes:
+        told: the number for those who ask; None while it only says how many there were at the
+            beginning, and those that the one before had asked for may still be starting.
     """
 
     def __init__(
@@ -204,6 +208,7 @@ class _Acting:
     ) -> None:
         self.pool = pool
         self.target = PoolTarget(first, "as it was")
+        self.told: int | None = None
         self.problem = ""
         # None where it is not known what came of the last try.
         self._done: int | None = first
@@ -214,6 +219,19 @@ class _Acting:
     @property
     def acted(self) -> bool:
         return self._done == self.target.desired
+
+    def decide(self, target: PoolTarget, *, is_settled: bool) -> None:
+        """Have a target from now on.
+
+        Args:
+            is_settled: whether what was asked for before the beginning serves by now.
+        """
+        is_other = target.desired != self.target.desired
+        if is_other:
+            logger.info("%s: %d instances, %s", self.pool, target.desired, target.reason)
+        self.target = target
+        if is_other or is_settled or self.told is not None:
+            self.told = target.desired
 
     async def act(self) -> None:
         """Have the target carried out, unless it is, or one before it is just being."""
@@ -255,7 +273,8 @@ class AutoscalerWatch(InstanceWatch):
         text = ", ".join(f"{one.pool} {one.target.desired}" for one in pools)
         self.show(STATUS_KEY, text or "another instance decides")
         # Of those that are not elected none is shown, or their sum would be too much.
-        self.put_by("desired", "dynbus.pool", {str(p.pool): p.target.desired for p in pools})
+        told = {str(one.pool): one.told for one in pools if one.told is not None}
+        self.put_by("desired", "dynbus.pool", told)
 
 
 def _readings(metrics: Metrics) -> dict[str, Readings]:
@@ -329,6 +348,8 @@ class Scaler(Openable):
     async def _lead(self) -> None:
         policy, options = ScalingPolicy(self._options.scaling()), self._options
         acting: dict[str, _Acting] = {}
+        # Instances that start are not seen: who does what he is told would end them.
+        settled_at = monotonic() + options.cold_start
         self._flight.begin()
         await self._survey.begin()
         async with anyio.create_task_group() as tasks:
@@ -344,13 +365,11 @@ class Scaler(Openable):
                         pool = ComponentName.parse(name)
                         one = _Acting(pool, first, self._hands, self._flight)
                         acting[name] = one
-                    if one.target.desired != target.desired:
-                        logger.info("%s: %d instances, %s", name, target.desired, target.reason)
-                    one.target = target
+                    one.decide(target, is_settled=monotonic() >= settled_at)
                     tasks.start_soon(one.act)
                 self.pools = list(acting.values())
                 if self._keda is not None:
-                    self._keda.decided({str(one.pool): one.target.desired for one in self.pools})
+                    self._keda.decided({str(one.pool): one.told for one in self.pools})
                 await anyio.sleep(max(0.0, next_at - monotonic()))
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 import anyio
@@ -86,6 +86,12 @@ def _address(text: str) -> tuple[str, int]:
     return host, port
 
 
+class _Context(Protocol):
+    """A question, as gRPC shows it to who answers."""
+
+    async def abort(self, code: object, details: str) -> NoReturn: ...
+
+
 class ExternalScaler:
     """Tells KEDA the targets of pools, while it serves.
 
@@ -108,7 +114,7 @@ class ExternalScaler:
             ) from error
         self._address = options.keda
         self._credentials = self._read(options)
-        self._targets: Mapping[str, int] = {}
+        self._targets: Mapping[str, int | None] = {}
         self._is_open = False
         self._changed = anyio.Event()
 
@@ -138,8 +144,9 @@ class ExternalScaler:
                 f"{authorities or 'none'} cannot be used: {error}"
             ) from None
 
-    def decided(self, targets: Mapping[str, int]) -> None:
-        """Tell these from now on: the instances of each pool."""
+    def decided(self, targets: Mapping[str, int | None]) -> None:
+        """Tell these from now on: the instances of each pool; of None that it is not known yet, on
+        which KEDA changes nothing."""
         if targets != self._targets:
             self._targets = dict(targets)
             self._wake()
@@ -192,38 +199,44 @@ class ExternalScaler:
 
     # The methods of the service -------------------------------------------------------------
 
-    async def _desired(self, reference: Any, context: Any) -> int:
-        codes, name = self._grpc.StatusCode, reference.scalerMetadata.get(POOL, "")
-        if not self._targets:
-            await context.abort(codes.UNAVAILABLE, "the autoscaler has not decided yet")
-        if name not in self._targets:
-            known = ", ".join(self._targets)
+    async def _target(self, reference: Any, context: _Context) -> int | None:
+        """The number of instances that the pool of a trigger is to have; None while that is not
+        known."""
+        targets, name = self._targets, reference.scalerMetadata.get(POOL, "")
+        if targets and name not in targets:
             await context.abort(
-                codes.NOT_FOUND,
-                f"the metadata of the trigger has {POOL}: {name!r}; the pools are {known}",
+                self._grpc.StatusCode.NOT_FOUND,
+                f"the metadata of the trigger has {POOL}: {name!r}; the pools are "
+                f"{', '.join(targets)}",
             )
-        return self._targets[name]
+        return targets.get(name)
 
-    async def _is_active(self, request: Any, context: Any) -> Any:
+    async def _desired(self, reference: Any, context: _Context) -> int:
+        target = await self._target(reference, context)
+        if target is None:
+            unknown = "the autoscaler has not decided yet"
+            await context.abort(self._grpc.StatusCode.UNAVAILABLE, unknown)
+        return target
+
+    async def _is_active(self, request: Any, context: _Context) -> Any:
         is_active = await self._desired(request, context) > 0
         return self._types["IsActiveResponse"](result=is_active)
 
-    async def _stream(self, request: Any, context: Any) -> AsyncGenerator[Any]:
+    async def _stream(self, request: Any, context: _Context) -> AsyncGenerator[Any]:
         last: bool | None = None
         while self._is_open:
             changed = self._changed
-            if self._targets:
-                is_active = await self._desired(request, context) > 0
-                if is_active is not last:
-                    last = is_active
-                    yield self._types["IsActiveResponse"](result=is_active)
+            target = await self._target(request, context)
+            if target is not None and (target > 0) is not last:
+                last = target > 0
+                yield self._types["IsActiveResponse"](result=last)
             await changed.wait()
 
-    async def _spec(self, request: Any, context: Any) -> Any:
+    async def _spec(self, request: Any, context: _Context) -> Any:
         spec = self._types["MetricSpec"](metricName=METRIC, targetSize=1, targetSizeFloat=1.0)
         return self._types["GetMetricSpecResponse"](metricSpecs=[spec])
 
-    async def _metrics(self, request: Any, context: Any) -> Any:
+    async def _metrics(self, request: Any, context: _Context) -> Any:
         desired = await self._desired(request.scaledObjectRef, context)
         value = self._types["MetricValue"](
             metricName=METRIC, metricValue=desired, metricValueFloat=desired

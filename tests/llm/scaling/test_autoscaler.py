@@ -9,6 +9,8 @@ from typing import Any
 
 import anyio
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from tests.conditions import eventually
 
 from dynbus.actors.declaring.handlers import handler
@@ -22,7 +24,7 @@ from dynbus.llm.scaling.hands import Hands
 from dynbus.llm.scaling.observation import PoolLoad, PoolState, PoolTarget
 from dynbus.llm.scaling.observing import PoolSurvey
 from dynbus.llm.scaling.policy import PoolConfig
-from dynbus.testing import TestKit, run
+from dynbus.testing import Telemetry, TestKit, run
 
 POOL = "llm.MockWorker"
 GRACE = 600.0
@@ -72,7 +74,11 @@ class InKit(Autoscaler, namespace="llm", component="Autoscaler"):
 
 
 async def start(
-    kit: TestKit, orchestrator: Orchestrator, pool: str = "0:3", **options: Any
+    kit: TestKit,
+    orchestrator: Orchestrator,
+    pool: str = "0:3",
+    cold_start: float = 5.0,
+    **options: Any,
 ) -> ActorInstance:
     InKit.orchestrator = orchestrator
     return await kit.start(
@@ -80,7 +86,7 @@ async def start(
         pools=[f"{POOL}={pool}"],
         ttft=5.0,
         itl=0.5,
-        cold_start=5.0,
+        cold_start=cold_start,
         drain=5.0,
         down_after=30.0,
         hold=60.0,
@@ -223,6 +229,38 @@ def test_of_two_one_decides_and_the_other_takes_its_place() -> None:
             return len(waiting.pools), waiting.elected
 
     assert run(story()) == (0, False)
+
+
+def test_the_gauge_has_what_was_there_when_what_was_asked_for_before_may_have_started() -> None:
+    """Who goes by it would end instances that still start."""
+    reader = InMemoryMetricReader()
+
+    def gauge() -> list[float]:
+        data = reader.get_metrics_data()
+        metrics = [
+            metric
+            for resource in (data.resource_metrics if data is not None else ())
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            if metric.name == "dynbus.autoscaler.desired"
+        ]
+        return [getattr(point, "value", 0.0) for one in metrics for point in one.data.data_points]
+
+    async def story() -> tuple[list[float], list[float]]:
+        async with TestKit(telemetry=Telemetry(None, MeterProvider([reader]))) as kit:
+            await kit.start(MockWorker)
+            await start(kit, Orchestrator(kit), "0:3", cold_start=20.0)
+
+            async def has_decided() -> bool:
+                return bool((await shown(kit)).pools)
+
+            await eventually(has_decided, what="it decides")
+            await anyio.sleep(10.0)
+            before = gauge()
+            await anyio.sleep(15.0)
+            return before, gauge()
+
+    assert run(story()) == ([], [1.0])
 
 
 def test_an_instance_that_does_not_say_how_it_is_freezes_its_pool() -> None:

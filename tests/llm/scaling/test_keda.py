@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.certificates import Authority
+from tests.conditions import eventually
 
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import free_port
@@ -18,7 +19,7 @@ from dynbus.bus.protocol.names import ComponentName
 from dynbus.llm.scaling.keda import ExternalScaler, KedaOptions
 from dynbus.testing import TestKit
 
-from .test_autoscaler import Orchestrator, start
+from .test_autoscaler import Orchestrator, shown, start
 
 pytestmark = pytest.mark.anyio
 
@@ -121,12 +122,14 @@ async def test_a_stream_ends_of_itself_where_another_one_is_elected() -> None:
 async def test_what_is_not_known_is_told() -> None:
     async with served() as (scaler, keda):
         before = await keda.refused("IsActive", ENGINES)
-        scaler.decided({"llm.Other": 1})
+        scaler.decided({"llm.Other": 1, "llm.New": None})
 
-        assert before == ("UNAVAILABLE", "the autoscaler has not decided yet")
+        unknown = ("UNAVAILABLE", "the autoscaler has not decided yet")
+        assert before == unknown
+        assert await keda.refused("IsActive", reference("llm.New")) == unknown
         assert await keda.refused("GetMetrics", OF_METRICS) == (
             "NOT_FOUND",
-            "the metadata of the trigger has pool: 'llm.Engine'; the pools are llm.Other",
+            "the metadata of the trigger has pool: 'llm.Engine'; the pools are llm.Other, llm.New",
         )
 
 
@@ -204,7 +207,7 @@ def test_certificates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 async def test_a_request_that_is_held_is_told_to_keda() -> None:
     address = f"127.0.0.1:{free_port()}"
     async with TestKit() as kit:
-        scaler = await start(kit, Orchestrator(kit), "0:3", keda=address)
+        scaler = await start(kit, Orchestrator(kit), "0:3", cold_start=1.0, keda=address)
         async with _aio.insecure_channel(address) as channel:
             stream = Keda(channel).stream(reference("llm.MockWorker"))
             async with asyncio.timeout(SECONDS):
@@ -214,3 +217,23 @@ async def test_a_request_that_is_held_is_told_to_keda() -> None:
                     then = await stream.read()
 
     assert (first, then) == (NO, YES)
+
+
+async def test_what_was_there_is_told_when_what_was_asked_for_before_may_have_started() -> None:
+    """KEDA would end the instances that the one before had asked for, and that still start."""
+    address = f"127.0.0.1:{free_port()}"
+    async with TestKit() as kit:
+        scaler = await start(kit, Orchestrator(kit), "0:3", cold_start=600.0, keda=address)
+
+        async def has_decided() -> bool:
+            return bool((await shown(kit)).pools)
+
+        await eventually(has_decided, what="it decides")
+        async with _aio.insecure_channel(address) as channel:
+            before = await Keda(channel).refused("IsActive", reference("llm.MockWorker"))
+            held = scaler.actor.runtime.bus.held
+            with held.hold("mine", [ComponentName.parse("llm.MockWorker")]):
+                changed = await Keda(channel).stream(reference("llm.MockWorker")).read()
+
+    assert before == ("UNAVAILABLE", "the autoscaler has not decided yet")
+    assert changed == YES
