@@ -133,6 +133,7 @@ class WebhookHands:
         from dynbus.llm.proxy.http_client import HttpClient, ServerAddress
 
         self._client = HttpClient(ServerAddress.parse(url))
+        self._url = url
         self._path = urlsplit(url).path or "/"
         self._secret = b""
         if secret is not None:
@@ -165,18 +166,17 @@ class WebhookHands:
         headers = {"webhook-id": identity, "webhook-timestamp": sent_at}
         if self._secret:
             headers["webhook-signature"] = signature(self._secret, identity, sent_at, body)
-        address = self._client.address
         try:
             with anyio.fail_after(WEBHOOK_SECONDS):
                 async with self._client.request("POST", self._path, headers, body) as answer:
                     status = answer.status
                     await answer.body(MOST_ANSWER)
         except TimeoutError:
-            raise Unavailable(f"{address} does not answer within {WEBHOOK_SECONDS:g} s") from None
+            raise Unavailable(f"{self._url} does not answer within {WEBHOOK_SECONDS:g} s") from None
         except (BrokenOff, NotReached, ValueError) as error:
-            raise Unavailable(f"{address} cannot be asked: {error}") from None
+            raise Unavailable(f"{self._url} cannot be asked: {error}") from None
         if not 200 <= status < 300:
-            raise Unavailable(f"{address} answers with status {status}")
+            raise Unavailable(f"{self._url} answers with status {status}")
 
 
 def signature(secret: bytes, identity: str, sent_at: str, body: bytes) -> str:
