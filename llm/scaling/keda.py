@@ -81,7 +81,7 @@ def _address(text: str) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
     except ValueError:
         raise refused from None
-    if host is None or port is None or parts.netloc != text:
+    if host is None or not port or parts.netloc != text:
         raise refused
     return host, port
 

@@ -183,6 +183,7 @@ async def test_who_has_no_certificate_is_not_answered(certified: Certified) -> N
     ("options", "reason"),
     [
         ({"keda": "6000"}, "'6000' is no address: write HOST:PORT"),
+        ({"keda": "127.0.0.1:0"}, "'127.0.0.1:0' is no address: write HOST:PORT"),
         ({"keda": "0.0.0.0:6000"}, "would be open to other machines"),
         ({"keda": "127.0.0.1:6000", "keda_tls_cert": Path("a")}, "both a certificate and a key"),
         ({"keda": "127.0.0.1:6000", "keda_tls_client_ca": Path("a")}, "needs TLS"),
