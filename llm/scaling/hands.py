@@ -23,8 +23,11 @@ from dynbus.spi import ComponentName, random_id, unix_time
 
 from .observation import PoolTarget
 
-SECRET: Final = "whsec_"
-"""The beginning of a secret whose rest is Base64; another one is taken as it is."""
+SECRET: Final = b"whsec_"
+"""The beginning of a secret, whose rest is Base64."""
+LEAST_SECRET: Final = 24
+MOST_SECRET: Final = 64
+"""Bytes of a secret, by Standard Webhooks."""
 WEBHOOK_SECONDS: Final = 10.0
 MOST_OUTPUT: Final = 300
 """Characters of what a command says that are in a message."""
@@ -135,24 +138,7 @@ class WebhookHands:
         self._client = HttpClient(ServerAddress.parse(url))
         self._url = url
         self._path = urlsplit(url).path or "/"
-        self._secret = b""
-        if secret is not None:
-            try:
-                self._secret = secret.read_bytes().strip()
-            except OSError as error:
-                raise ConfigError(
-                    f"webhook_secret = {str(secret)!r} cannot be read: {error}"
-                ) from None
-            if self._secret.startswith(SECRET.encode()):
-                try:
-                    self._secret = base64.b64decode(self._secret[len(SECRET) :], validate=True)
-                except binascii.Error as error:
-                    raise ConfigError(
-                        f"webhook_secret = {str(secret)!r}: what is behind {SECRET} is no Base64: "
-                        f"{error}"
-                    ) from None
-            if not self._secret:
-                raise ConfigError(f"webhook_secret = {str(secret)!r} is empty")
+        self._secret = b"" if secret is None else read_secret(secret)
 
     def close(self) -> None:
         """Close its connections."""
@@ -177,6 +163,29 @@ class WebhookHands:
             raise Unavailable(f"{self._url} cannot be asked: {error}") from None
         if not 200 <= status < 300:
             raise Unavailable(f"{self._url} answers with status {status}")
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in a file, as libraries of Standard Webhooks read it.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    named = f"webhook_secret = {str(path)!r}"
+    try:
+        text = path.read_bytes().strip()
+        secret = base64.b64decode(text.removeprefix(SECRET), validate=True)
+    except OSError as error:
+        raise ConfigError(f"{named} cannot be read: {error}") from None
+    except binascii.Error:
+        secret = b""
+    if not (text.startswith(SECRET) and LEAST_SECRET <= len(secret) <= MOST_SECRET):
+        raise ConfigError(
+            f"{named} is no secret of Standard Webhooks: have whsec_ in it, and behind that "
+            f"{LEAST_SECRET} to {MOST_SECRET} random bytes as Base64, such as "
+            "`echo whsec_$(openssl rand -base64 32)` prints"
+        )
+    return secret
 
 
 def signature(secret: bytes, identity: str, sent_at: str, body: bytes) -> str:
