@@ -330,6 +330,8 @@ class FlightView:
             kind = "instance"
         if happened.what == SAMPLED and not self._is_new_share(happened):
             return
+        # So that the time line reaches to it, where nothing was asked by then.
+        self._timeline.add(happened.time, "marks")
         before = next(
             (
                 one

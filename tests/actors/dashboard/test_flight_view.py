@@ -31,6 +31,15 @@ def test_the_time_line_has_what_happened_once_though_several_tell_of_it() -> Non
     assert totals["ended"] == 1
 
 
+def test_the_time_line_reaches_to_what_happened_when_nothing_was_asked() -> None:
+    view = view_of([*moved_request(), at(200.0, "pool.decided", who="llm.Engine", desired=0)])
+
+    begin, end = view.range or (0.0, 0.0)
+
+    assert begin == 100.0
+    assert [one.happened.what for one in view.marks(begin, end)][-1] == "pool.decided"
+
+
 def test_without_a_front_end_routers_say_how_requests_ended() -> None:
     view = view_of([one for one in moved_request() if one.what != "request.ended"])
 
