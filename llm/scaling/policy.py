@@ -342,7 +342,10 @@ class PoolPolicy:
         if load.itl is not None and load.running and kind != "prefill":
             seconds = load.itl * (1.0 - min(state.busy, BUSIEST))
             context = load.context_tokens / ready
-            self._learner.note_steps(context, seconds, load.running, passed)
+            is_stalled = kind != "decode" and (load.waiting > 0 or self._queued_since is not None)
+            # Prompts that queue take more of its time than is reckoned here.
+            if not is_stalled or seconds < profile.decode.at(context):
+                self._learner.note_steps(context, seconds, load.running, passed)
 
     def _compare(self, state: PoolState, now: float) -> None:
         """Compare what is there with what was asked for."""

@@ -136,6 +136,19 @@ def test_instances_that_do_not_start_are_not_waited_for_in_vain() -> None:
     assert reasons[-1].desired > 1 or "did not start" in reasons[-1].reason
 
 
+def test_an_overload_makes_no_engine_slow() -> None:
+    """Tokens that prompts in a queue hold up say nothing of how long a step takes."""
+    pool = Pool()
+    before = pool.follow(busy(4.0), 1800.0).desired
+
+    stalled = busy(4.0, waiting=20, running=40, itl=0.4)
+    for _ in range(24):
+        pool.see(stalled)
+    after = pool.follow(busy(4.0), 600.0).desired
+
+    assert (before, after) == (2, 2)
+
+
 @pytest.mark.parametrize("rate", [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0])
 def test_what_is_left_dynamo_pr_9294_bears_the_load_of_those_that_go(rate: float) -> None:
     """A pool of two whose instances are each below the objective is no pool of one."""
