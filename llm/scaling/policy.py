@@ -20,6 +20,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Final
 
 import msgspec
@@ -514,24 +515,24 @@ class ScalingPolicy:
             return wishes
         pools = self.config.pools
         granted = {name: wish.desired for name, wish in wishes.items()}
-        floors = {name: max(pools[name].least, self._pools[name].floor) for name in wishes}
+        total = sum(count * pools[name].gpus for name, count in granted.items())
+        # The first is the one that is left the greatest share of its wish.
+        takeable: list[tuple[float, bool, int, str]] = []
 
-        def total() -> int:
-            return sum(count * pools[name].gpus for name, count in granted.items())
-
-        while total() > budget:
-            takeable = [n for n, count in granted.items() if count > floors[n] and pools[n].gpus]
-            if not takeable:
-                break
-
-            def left(name: str) -> tuple[float, bool]:
+        def offer(number: int, name: str) -> None:
+            floor = max(pools[name].least, self._pools[name].floor)
+            if granted[name] > floor and pools[name].gpus:
+                share = (granted[name] - 1) / wishes[name].desired
                 # Without instances that decode nobody asks those that compute prompts.
-                is_needed_less = pools[name].kind == "prefill"
-                return (granted[name] - 1) / wishes[name].desired, is_needed_less
+                heappush(takeable, (-share, pools[name].kind != "prefill", number, name))
 
-            # The one that is left the greatest share of its wish.
-            name = max(takeable, key=left)
+        for number, name in enumerate(granted):
+            offer(number, name)
+        while total > budget and takeable:
+            _, _, number, name = heappop(takeable)
             granted[name] -= 1
+            total -= pools[name].gpus
+            offer(number, name)
         return {
             name: wish
             if granted[name] == wish.desired
