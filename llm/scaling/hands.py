@@ -174,9 +174,10 @@ def read_secret(path: Path) -> bytes:
     named = f"webhook_secret = {str(path)!r}"
     try:
         text = path.read_bytes().strip()
-        secret = base64.b64decode(text.removeprefix(SECRET), validate=True)
     except OSError as error:
         raise ConfigError(f"{named} cannot be read: {error}") from None
+    try:
+        secret = base64.b64decode(text.removeprefix(SECRET), validate=True)
     except binascii.Error:
         secret = b""
     if not (text.startswith(SECRET) and LEAST_SECRET <= len(secret) <= MOST_SECRET):
