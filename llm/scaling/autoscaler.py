@@ -199,7 +199,7 @@ class _Acting:
     A target that was not carried out is asked for again at the next decision.
 
     Attributes:
-        told: the number for those who ask; None while it only says how many there were at the
+        stated: the number for those who ask; None while it only says how many there were at the
             beginning, and those that the one before had asked for may still be starting.
     """
 
@@ -208,7 +208,7 @@ class _Acting:
     ) -> None:
         self.pool = pool
         self.target = PoolTarget(first, "as it was")
-        self.told: int | None = None
+        self.stated: int | None = None
         self.problem = ""
         # None where it is not known what came of the last try.
         self._done: int | None = first
@@ -230,8 +230,8 @@ class _Acting:
         if is_other:
             logger.info("%s: %d instances, %s", self.pool, target.desired, target.reason)
         self.target = target
-        if is_other or is_settled or self.told is not None:
-            self.told = target.desired
+        if is_other or is_settled or self.stated is not None:
+            self.stated = target.desired
 
     async def act(self) -> None:
         """Have the target carried out, unless it is, or one before it is just being."""
@@ -273,8 +273,8 @@ class AutoscalerWatch(InstanceWatch):
         text = ", ".join(f"{one.pool} {one.target.desired}" for one in pools)
         self.show(STATUS_KEY, text or "another instance decides")
         # Of those that are not elected none is shown, or their sum would be too much.
-        told = {str(one.pool): one.told for one in pools if one.told is not None}
-        self.put_by("desired", "dynbus.pool", told)
+        stated = {str(one.pool): one.stated for one in pools if one.stated is not None}
+        self.put_by("desired", "dynbus.pool", stated)
 
 
 def _readings(metrics: Metrics) -> dict[str, Readings]:
@@ -369,7 +369,7 @@ class Scaler(Openable):
                     tasks.start_soon(one.act)
                 self.pools = list(acting.values())
                 if self._keda is not None:
-                    self._keda.decided({str(one.pool): one.told for one in self.pools})
+                    self._keda.decided({str(one.pool): one.stated for one in self.pools})
                 await anyio.sleep(max(0.0, next_at - monotonic()))
 
 
