@@ -64,7 +64,7 @@ class Few(Actor, namespace="simulated"):
     @handler(concurrency=PLACES, queue=3)
     async def work(self, work: Work) -> str:
         time_left = context().time_left()
-        assert (time_left or TIMEOUT) <= TIMEOUT, f"{work.name} has {time_left} s"
+        assert (time_left or TIMEOUT) <= TIMEOUT + 1e-6, f"{work.name} has {time_left} s"
         with self._place("work"):
             end = self.left.simulation.now + work.seconds
             while self.left.simulation.now < end:
