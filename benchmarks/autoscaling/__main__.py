@@ -19,7 +19,6 @@ from dynbus.llm.replay import (
     Trace,
     read_trace,
 )
-from dynbus.llm.replay.scaled import ScaledResult
 from dynbus.llm.scaling import PoolConfig, ScalingConfig, ScalingPolicy
 
 from .clairvoyant import Setup, firsts, search
@@ -98,7 +97,7 @@ def main(
             "sizes": {pool: f"{min(each)}-{max(each)}" for pool, each in sizes.items()},
             "clairvoyant": [round(best, 4), round(known.instance_seconds / 3600, 3)],
             "autoscaler": [round(own, 4), round(ours.instance_seconds / 3600, 3)],
-            "changes": {pool: _changes(ours, pool) for pool in sizes},
+            "changes": {pool: ours.changes(pool) for pool in sizes},
             "goodput_ratio": round(own / best, 4),
             "hours_ratio": round(ours.instance_seconds / known.instance_seconds, 4),
         }
@@ -113,12 +112,6 @@ def main(
         drawn = draw_day(day, peak=peak)
         objective = Objective(ttft=2.0 / ratio / 2, itl=0.05 / ratio)
         compare(f"day {day}", drawn, Simulation(1, engine), objective)
-
-
-def _changes(result: ScaledResult, pool: str) -> int:
-    """The number of times that the target of a pool was another one."""
-    targets = [sample.target.desired for sample in result.samples if sample.pool == pool]
-    return sum(a != b for a, b in zip(targets, targets[1:], strict=False))
 
 
 if __name__ == "__main__":

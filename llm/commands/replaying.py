@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,9 +51,8 @@ class Scaled(NamedTuple):
     def of(cls, result: ScaledResult) -> Scaled:
         """Those of a replay."""
         served = [sample.ready for sample in result.samples]
-        targets = [sample.target.desired for sample in result.samples]
-        changes = sum(before != after for before, after in pairwise(targets))
-        return cls(min(served), max(served), result.instance_seconds / 3600.0, changes)
+        hours = result.instance_seconds / 3600.0
+        return cls(min(served), max(served), hours, result.changes(POOL))
 
 
 class Replay(NamedTuple):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Final, Literal, NamedTuple
 
 from dynbus.llm.scaling import Observation, PoolCounts, PoolLoad, PoolState, PoolTarget
@@ -98,6 +99,11 @@ class ScaledResult:
     def requests(self) -> list[ReplayedRequest]:
         """In the order of their arrival."""
         return self.replay.requests
+
+    def changes(self, pool: str) -> int:
+        """The number of times that the target of a pool was another one."""
+        targets = [sample.target.desired for sample in self.samples if sample.pool == pool]
+        return sum(before != after for before, after in pairwise(targets))
 
     def goodput(self, objective: Objective) -> float:
         """The share of requests that kept an objective."""
