@@ -402,7 +402,7 @@ class JobQueue:
             return False
         if lane_of_subject(queued[0].subject) in ORDERED_LANES:
             # Others of its lane wait for it.
-            await self._wake(name, queued[0])
+            await self._wake(name, is_ordered=True)
         self._bus.data.publish(job_cancel_subject(self.endpoint), job_token(name).encode())
         return True
 
@@ -424,14 +424,14 @@ class JobQueue:
             )
         await self.log.ensure()
         await self.log.send_signal(name, signal, data)
-        await self._wake(name, queued[0])
+        is_ordered = lane_of_subject(queued[0].subject) in ORDERED_LANES
+        await self._wake(name, is_ordered=is_ordered)
 
-    async def _wake(self, name: str, queued: StoredMessage) -> None:
+    async def _wake(self, name: str, *, is_ordered: bool) -> None:
         """Have a job that waits outside of its process run now."""
         state, last = await self.log.run_state(name)
         if state is None or state.phase is RunPhase.RUNNING:
             return
-        is_ordered = lane_of_subject(queued.subject) in ORDERED_LANES
         if is_ordered and not state.token:
             # Who gave it back looks for signals once the server has it.
             return
@@ -443,8 +443,12 @@ class JobQueue:
         if is_ordered:
             # A copy would come behind others of its key.
             await self.queue.hand_out(state.token)
-        else:
-            await self.queue.wake(queued, name, state.waits)
+            return
+        queued = await self.queue.find(name)
+        # A copy may wait in the place of the message that the record says.
+        waiting = [one for one in queued if one.sequence == state.sequence] or queued
+        if waiting:
+            await self.queue.wake(waiting[0], name)
 
 
 class BusJob(JobHandle[T]):

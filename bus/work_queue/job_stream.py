@@ -72,8 +72,8 @@ DUPLICATE_WINDOW: Final = 120.0
 MAX_PUT_SECONDS: Final = 100.0
 """Below the window in which a repeat is known as one."""
 PROBE: Final = "_probe"
-WOKEN: Final = "woken"
-"""The name of the copy by which a signal has a job handed out at once."""
+WOKEN: Final = ("woken0", "woken1")
+"""The names of the copies by which signals have a job handed out at once."""
 LETTER_ROOM: Final = 4096
 """Bytes of a message that a job leaves to what a dead letter says of it."""
 RETURN_RECORD: Final = "return"
@@ -373,10 +373,10 @@ class JobStream:
             # A taker that gets one finds that its job has ended.
             logger.debug("messages of job %s of %s stay: %s", job_id, self.name, error)
 
-    async def wake(self, job: StoredMessage, job_id: str, waits: int) -> None:
+    async def wake(self, job: StoredMessage, job_id: str) -> None:
         """See `WorkQueue.wake`."""
-        # By turns: it may be the copy of the time before that waits now.
-        name = f"{WOKEN}{waits % 2}"
+        # It may be such a copy that waits now, however often it has waited since.
+        name = next(one for one in WOKEN if not job.subject.endswith(f".{one}"))
         with suppress(SubjectTaken):
             await self._publish_copy(job, job_id, name, random_id(), put_at(job), 0.0)
 

@@ -207,16 +207,16 @@ class WorkQueue:
         """
         return await self._jobs.find(job_id)
 
-    async def wake(self, job: StoredMessage, job_id: str, waits: int) -> None:
+    async def wake(self, job: StoredMessage, job_id: str) -> None:
         """Put a copy of a job that is to be handed out again later, so that it is handed out now.
 
         Args:
-            waits: how often it has waited, this time included.
+            job: the message that is to be handed out again.
 
         Raises:
             Unavailable: the server did not confirm it in time; it may be there.
         """
-        await self._jobs.wake(job, job_id, waits)
+        await self._jobs.wake(job, job_id)
 
     async def hand_out(self, token: str) -> None:
         """Have a job of an ordered queue that is to be handed out again later handed out now.

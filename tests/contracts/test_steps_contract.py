@@ -146,6 +146,12 @@ class Shop(Actor, abstract=True):
         second = await signal("sealed", str)
         return f"{name} and {second}"
 
+    @handler(durable=True)
+    async def season(self) -> str:
+        first = await signal("planted", str)
+        await sleep_until(timedelta(seconds=0.3))
+        return f"{first} and {await signal('reaped', str)}"
+
     @handler(durable=True, ordered_by="number")
     async def lend(self, order: Order) -> str:
         await step("hand", self.send, order.number, express=False)
@@ -223,7 +229,7 @@ async def fleet(bus: Bus) -> AsyncIterator[Fleet]:
     js = made.runtime.bus.data.jetstream
     for runtime in made.runtimes[:0:-1]:
         await runtime.stop(0.0)
-    for name in ("sell", "approve", "lend", "remind", "rest", "nap"):
+    for name in ("sell", "approve", "season", "lend", "remind", "rest", "nap"):
         queue = EndpointName(namespace, "Shop", name)
         await js.delete_stream(work_stream(queue))
         await js.delete_stream(job_log_stream(queue))
@@ -235,6 +241,20 @@ async def fleet(bus: Bus) -> AsyncIterator[Fleet]:
 async def comes_to(job: JobHandle[str], status: str) -> None:
     async with asyncio.timeout(PATIENCE):
         while (await job.state()).status != status:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+
+
+async def waits_for(fleet: Fleet, job: JobHandle[str], awaited: str) -> None:
+    """Wait until a job waits for a signal outside of its process."""
+    namespace, component, handler_name, name = job.id.split(".", 3)
+    queue = EndpointName(namespace, component, handler_name)
+    log = JobLog(fleet.runtime.bus.data.jetstream, queue)
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            state, _ = await log.run_state(name)
+            if state is not None and (state.phase, state.signal) == (RunPhase.WAITING, awaited):
+                return
+            # No event tells.
             await asyncio.sleep(0.02)
 
 
@@ -433,29 +453,28 @@ async def test_a_job_that_waits_without_a_place_is_woken_each_time(
     monkeypatch.setattr(steps, "STAYS", 0.05)
     await fleet.start(fleet.shop)
     job = await fleet.client.approve.submit(3600.0)
-    namespace, component, handler_name, name = job.id.split(".", 3)
-    queue = EndpointName(namespace, component, handler_name)
-    log = JobLog(fleet.runtime.bus.data.jetstream, queue)
-
-    async def waits(times: int, awaited: str) -> None:
-        waiting = RunPhase.WAITING, times, awaited
-        async with asyncio.timeout(PATIENCE):
-            while True:
-                state, _ = await log.run_state(name)
-                if state is not None and (state.phase, state.waits, state.signal) == waiting:
-                    return
-                # No event tells.
-                await asyncio.sleep(0.02)
-
-    await waits(1, "approved")
+    await waits_for(fleet, job, "approved")
     # It is left out.
     await job.signal("approved")
-    await waits(2, "approved")
+    await waits_for(fleet, job, "approved")
     await job.signal("approved", "the clerk")
-    await waits(3, "sealed")
+    await waits_for(fleet, job, "sealed")
     await job.signal("sealed", "the mayor")
 
     assert await job.result(PATIENCE) == "the clerk and the mayor"
+
+
+async def test_a_signal_wakes_a_job_that_has_slept_since_the_last_one_woke_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STAYS", 0.05)
+    await fleet.start(fleet.shop)
+    job = await fleet.client.season.submit()
+    for awaited, value in (("planted", "oats"), ("reaped", "straw")):
+        await waits_for(fleet, job, awaited)
+        await job.signal(awaited, value)
+
+    assert await job.result(PATIENCE) == "oats and straw"
 
 
 async def test_a_job_may_wait_more_often_than_it_has_tries(

@@ -68,6 +68,11 @@ TAKEN_FOR_DEAD: Final = "log: %r was taken for dead: others may have its jobs"
 LOST: Final = {Kind.KILL: 2.0, Kind.FREEZE: 1.0, Kind.CUT: 1.0}
 """What processes alone meet, and more of it: for promises about two that do the same."""
 
+NO_INSTANCES: Final = {
+    kind: 1.0 for kind in Kind if kind not in (Kind.KILL, Kind.FREEZE, Kind.LEAVE, Kind.DISK)
+}
+"""For stories without instances, which the other faults hit."""
+
 STORIES: Final = {
     "calls": Telling(
         calls,
@@ -108,7 +113,7 @@ STORIES: Final = {
     "jobs whose takers are lost": Telling(jobs, LOST, 12, paths=("tries beyond the first",)),
     "signals": Telling(signals, paths=("signals heard again",)),
     "left calls": Telling(left_calls, paths=("left", "cancel")),
-    "objects": Telling(objects, paths=("put cancelled",)),
+    "objects": Telling(objects, NO_INSTANCES, paths=("put cancelled",)),
     "caches": Telling(caches),
     "elections": Telling(elections, {**LOST, Kind.LEAVE: 1.0, Kind.SLOW: 2.0}, 12),
     "events": Telling(events, paths=("repeated", "events heard again")),
