@@ -68,7 +68,7 @@ TAKEN_FOR_DEAD: Final = "log: %r was taken for dead: others may have its jobs"
 LOST: Final = {Kind.KILL: 2.0, Kind.FREEZE: 1.0, Kind.CUT: 1.0}
 """What processes alone meet, and more of it: for promises about two that do the same."""
 
-NO_INSTANCES: Final = {
+NO_INSTANCES: Final[Mapping[Kind, float]] = {
     kind: 1.0 for kind in Kind if kind not in (Kind.KILL, Kind.FREEZE, Kind.LEAVE, Kind.DISK)
 }
 """For stories without instances, which the other faults hit."""
