@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import random
 import threading
 from bisect import insort
@@ -21,7 +22,7 @@ from itertools import count
 from typing import Any, Final, TypeVar, TypeVarTuple
 from weakref import WeakSet
 
-from dynbus.bus.clock import JumpingLoop
+from dynbus.bus.clock import Deadlock, JumpingLoop
 from dynbus.bus.memory.bus import MemoryConnection
 
 T = TypeVar("T")
@@ -37,6 +38,9 @@ KEEPING_ORDER: Final = (asyncio.Task, MemoryConnection)
 LANE: Final = "simulated_lane"
 """The attribute of tasks and connections that has the number of their lane."""
 
+MOST_AT_ONCE: Final = 2**20
+"""Callbacks that run at one moment of virtual time, twice as many at most: some ten seconds."""
+
 process: ContextVar[object | None] = ContextVar("simulated_process", default=None)
 """The process that code runs in; None for the story itself, which never stands still."""
 
@@ -45,12 +49,12 @@ class SimulatedLoop(JumpingLoop):
     """A `JumpingLoop` on which tasks run in a drawn order, and which can hold up a process.
 
     Jobs of executors are carried out at once, on this thread: what a thread does is not repeated
-    exactly.
+    exactly. Callbacks that go on and on while time stands still end with `Deadlock`.
     """
 
     def __init__(self, chance: random.Random, *, limit: float) -> None:
         super().__init__(limit=limit, alone=True)
-        self._ready = ReadyCallbacks(chance)
+        self._ready = ReadyCallbacks(chance, self.time)
         self._own_thread = threading.get_ident()
         self._tasks: dict[object, WeakSet[asyncio.Task[Any]]] = {}
 
@@ -146,9 +150,12 @@ class ReadyCallbacks:
 
     Args:
         chance: draws which of them is next.
+        time: virtual seconds.
     """
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, time: Callable[[], float]) -> None:
+        self._time = time
+        self._checked_at = -math.inf
         self._draw = chance.random
         self._disorder = DISORDERS[int(chance.random() * len(DISORDERS))]
         self._numbers = count()
@@ -182,7 +189,7 @@ class ReadyCallbacks:
         if held is not None:
             held.append(handle)
             return
-        owner: Any = getattr(handle._callback, "__self__", None)
+        owner = _owner(handle)
         if issubclass(type(owner), KEEPING_ORDER):
             number = self.number(owner)
         elif (known := self._processes.get(of)) is not None:
@@ -197,8 +204,14 @@ class ReadyCallbacks:
         self._count += 1
 
     def popleft(self) -> Any:
-        """Take out the callback that is run next."""
+        """Take out the callback that is run next.
+
+        Raises:
+            Deadlock: too many have run since time last passed.
+        """
         self._turn += 1
+        if not self._turn % MOST_AT_ONCE:
+            self._check_time()
         lanes = self._in_order
         if not lanes:
             # The loop counted what a process has that stands still since this turn.
@@ -215,6 +228,17 @@ class ReadyCallbacks:
             lanes.remove(lane)
         self._count -= 1
         return handle
+
+    def _check_time(self) -> None:
+        before, self._checked_at = self._checked_at, self._time()
+        if before == self._checked_at:
+            waiting = [
+                _owner(handle) or handle for one in self._in_order for _, handle in one.waiting
+            ]
+            raise Deadlock(
+                f"{MOST_AT_ONCE:,} callbacks ran at virtual second {before:g}, and time does not "
+                f"pass while any is left to run: {waiting}"
+            )
 
     def clear(self) -> None:
         """Forget all."""
@@ -237,6 +261,10 @@ class ReadyCallbacks:
         """The inverse of `hold`."""
         for handle in self._held.pop(held, ()):
             self.append(handle)
+
+
+def _owner(handle: Any) -> Any:
+    return getattr(handle._callback, "__self__", None)
 
 
 def _ready_since(lane: _Lane) -> int:

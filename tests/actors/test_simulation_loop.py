@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import pytest
 
+from dynbus.actors.simulation import loop
 from dynbus.actors.simulation.loop import SimulatedLoop, process
 from dynbus.bus.clock import Deadlock
 from dynbus.testing import MemoryBus
@@ -191,4 +192,23 @@ def test_a_wait_that_nothing_ends_is_a_deadlock() -> None:
         await asyncio.get_running_loop().create_future()
 
     with pytest.raises(Deadlock, match="every task waits"):
+        run(story)
+
+
+def test_what_runs_on_and_on_while_time_stands_still_is_a_deadlock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "MOST_AT_ONCE", 1000)
+
+    async def turn(turns: int) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+    async def story() -> None:
+        for _ in range(10):
+            await turn(900)
+            await asyncio.sleep(0.1)
+        await turn(10_000)
+
+    with pytest.raises(Deadlock, match="1,000 callbacks ran at virtual second 1001, and time"):
         run(story)
