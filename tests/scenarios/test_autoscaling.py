@@ -34,7 +34,8 @@ from .project import Folder
 pytestmark = pytest.mark.anyio
 
 LEAST, MOST = 0.1, 3.0
-"""The load at the beginning and the end, and in the middle, in engines."""
+"""The load at the beginning and the end, and in the middle, as a multiple of what one engine bears;
+two together bear more than twice as much, as a prompt waits for whichever is free."""
 PROMPT, OUTPUT = 2000, 40
 SOAKED: Final = float(os.environ.get("AUTOSCALING_SECONDS", "3600"))
 
@@ -44,7 +45,7 @@ class Pool(NamedTuple):
 
     Attributes:
         options: of their actor.
-        unit: requests each second that one of them bears.
+        unit: requests each second that one of them bears alone.
         ttft, itl: objectives, in seconds.
         vocabulary: of their model.
     """
@@ -215,4 +216,4 @@ async def test_a_pool_follows_a_load_over_an_hour(folder: Folder) -> None:
 
     print(rise)
     assert {each.tokens for each in rise.answers} == {OUTPUT}
-    assert max(rise.instances) >= MOST
+    assert max(rise.instances) > 1
