@@ -39,7 +39,7 @@ from dynbus.bus.transport import (
 )
 
 from .job import DeathReason, error_text, is_reserved, put_at
-from .job_log import END_RECORD, FAILURE_RECORD
+from .job_log import END_RECORD, FAILURE_RECORD, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,11 @@ class DeadLetters:
         subject = work_subject(letter.queue, copy, letter.lane)
         if letter.group:
             subject = f"{letter.group}.{copy}"
-        await self._forget_tries(letter)
+        if await self._forget_tries(letter):
+            await self._put_copy(letter, subject, fields)
+        await self.discard(letter)
+
+    async def _put_copy(self, letter: DeadLetter, subject: str, fields: Mapping[str, str]) -> None:
         try:
             await self._jetstream.publish(
                 subject,
@@ -258,7 +262,6 @@ class DeadLetters:
             logger.info("job %s is in the queue %s already", letter.job_id, letter.queue)
         except StreamFull:
             raise StreamFull(f"the queue {letter.queue} is full: try again later") from None
-        await self.discard(letter)
 
     async def _check_group(self, letter: DeadLetter) -> None:
         """Refuse a letter that would give its own event to a group of others: who takes the jobs of
@@ -290,12 +293,22 @@ class DeadLetters:
             f"names, {letter.group}: discard it"
         )
 
-    async def _forget_tries(self, letter: DeadLetter) -> None:
-        """Drop the records of how the job and its tries ended: it has not, and has all of them."""
-        for record in (END_RECORD, FAILURE_RECORD):
-            subject = job_log_subject(letter.queue, job_token(letter.job_id), record)
-            with suppress(NoStream):
-                await self._jetstream.purge(job_log_stream(letter.queue), subject)
+    async def _forget_tries(self, letter: DeadLetter) -> bool:
+        """Drop the records of how the job and its tries ended: it has not, and has all of them.
+
+        Returns:
+            False for a job that was redriven before, without an answer, and is done by now.
+        """
+        log, token = job_log_stream(letter.queue), job_token(letter.job_id)
+        ends = job_log_subject(letter.queue, token, END_RECORD)
+        with suppress(NoStream):
+            end = await self._jetstream.last(log, ends)
+            if end is not None and not end.is_marker:
+                if end.headers.get(header_names.JOB_END) != Outcome.FAILED:
+                    return False
+                await self._jetstream.purge(log, ends, up_to=end.sequence)
+            await self._jetstream.purge(log, job_log_subject(letter.queue, token, FAILURE_RECORD))
+        return True
 
     async def discard(self, letter: DeadLetter) -> None:
         """Discard a letter; one that is gone is no error, and a later one of the same job stays."""

@@ -35,7 +35,10 @@ from dynbus.bus.work_queue import (
     DeadLetters,
     Job,
     JobEnd,
+    JobLog,
+    JobResult,
     NoDeadLetter,
+    Outcome,
     Taker,
     WorkQueue,
     WorkQueueConfig,
@@ -475,6 +478,31 @@ async def test_a_job_that_is_refused_is_a_dead_letter_and_can_be_tried_again(
     assert await jobs_left(queue) == 0
     with pytest.raises(NoDeadLetter, match="is no dead letter"):
         await letters.get(one.letter_id)
+
+
+async def test_a_job_that_is_done_since_it_was_redriven_keeps_its_result(
+    queue: WorkQueue, here: Presence, name: EndpointName
+) -> None:
+    letters = DeadLetters(here.data.jetstream, name.namespace)
+    log = JobLog(here.data.jetstream, name)
+    await log.ensure()
+    await queue.put(b"page", job_id="one")
+    async with queue.take() as taker:
+        await (await next_job(taker)).bury("the page is not there")
+        [letter] = await letters.find()
+        await log.end("one", JobResult(Outcome.FAILED, b""), 120.0)
+        await letters.redrive(letter)
+        await (await next_job(taker)).ack()
+    await log.end("one", JobResult(Outcome.DONE, b"printed"), 120.0)
+
+    # Whoever had no answer does it again.
+    await letters.redrive(letter)
+
+    result = await log.result("one")
+    await here.data.jetstream.delete_stream(log.stream)
+    assert result is not None
+    assert (result.outcome, result.data) == (Outcome.DONE, b"printed")
+    assert await jobs_left(queue) == 0
 
 
 async def test_a_letter_of_a_job_that_was_too_large_to_keep_is_not_tried_again_empty(

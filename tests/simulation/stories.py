@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from functools import partial
 from typing import ClassVar, TypeVar
 
 import anyio
@@ -16,18 +14,11 @@ import msgspec
 from dynbus import (
     Actor,
     DynbusError,
-    Overloaded,
     StreamLost,
-    Topic,
-    Unavailable,
     call_options,
     context,
     depends,
     handler,
-    signal,
-    sleep_until,
-    step,
-    subscribe,
 )
 from dynbus.testing import Kind, Simulation
 
@@ -227,167 +218,10 @@ async def split_streams(simulation: Simulation) -> None:
     await streams(simulation, despite={Kind.SPLIT})
 
 
-ACK_WAIT = 5.0
-
-
 async def interrupted_streams(simulation: Simulation) -> None:
     """Streams go on as soon as the server is back, before any heartbeat: to be told with
     `Kind.SERVER`."""
     await streams(simulation, still=AT_ONCE)
-
-
-class Order(msgspec.Struct, frozen=True):
-    number: int
-
-
-class Billing(Actor, namespace="simulated"):
-    """Does jobs, and notes each try and the receipts that its step came to."""
-
-    tries: ClassVar[Counter[int]]
-    charges: ClassVar[Counter[int]]
-    receipts: ClassVar[defaultdict[int, set[str]]]
-
-    @handler(durable=True, tries=20, backoff=0.5, ack_wait=ACK_WAIT)
-    async def bill(self, order: Order) -> str:
-        self.tries[order.number] += 1
-        receipt = await step("charge", self.charge, order.number)
-        self.receipts[order.number].add(receipt)
-        # The first one takes longer than the server waits for a word of it.
-        await asyncio.sleep(0.8 if order.number else 2.5 * ACK_WAIT)
-        return f"{order.number} {self.tries[order.number]}"
-
-    async def charge(self, number: int) -> str:
-        self.charges[number] += 1
-        receipt = f"receipt {self.charges[number]}"
-        await asyncio.sleep(0.2)
-        return receipt
-
-    @handler(durable=True, tries=20, backoff=0.5, ack_wait=ACK_WAIT)
-    async def hear(self, last: int) -> list[int]:
-        heard = [-1]
-        while heard[-1] != last:
-            heard.append(await signal("said", int))
-        await sleep_until(timedelta(seconds=7.0))
-        return heard[1:]
-
-
-async def repeated(simulation: Simulation, send: Callable[[], Awaitable[T]]) -> T:
-    """Send until it is confirmed."""
-    while True:
-        try:
-            return await send()
-        except (Unavailable, Overloaded):
-            simulation.counts["repeated"] += 1
-            await asyncio.sleep(0.5)
-
-
-async def jobs(simulation: Simulation) -> None:
-    """A job that was submitted is done, and has one result, whoever asks for it how often; a step
-    that is finished is not begun again, so that all tries go on from one receipt. Where nothing
-    goes wrong there is one try."""
-    tries, charges = Counter[int](), Counter[int]()
-    Billing.tries, Billing.charges, Billing.receipts = tries, charges, defaultdict(set)
-    for _ in range(INSTANCES):
-        await simulation.start(Billing)
-    client = simulation.client(Billing)
-
-    async def submit(number: int) -> None:
-        await asyncio.sleep(4.0 * simulation.random.random())
-        key = f"order-{number}"
-        submit = partial(client.bill.submit, Order(number), idempotency_key=key)
-        job = await repeated(simulation, submit)
-        result = await job.result(timeout=300.0)
-        assert result.partition(" ")[0] == str(number), f"job {number} has the result {result!r}"
-        await asyncio.sleep(10.0 * simulation.random.random())
-        # Its key is known, and begins nothing.
-        again = await (await repeated(simulation, submit)).result(timeout=300.0)
-        assert again == result, f"job {number} has the results {result!r} and {again!r}"
-
-    async with anyio.create_task_group() as submitters:
-        for number in range(8):
-            submitters.start_soon(submit, number)
-    for number, receipts in Billing.receipts.items():
-        assert len(receipts) == 1, f"job {number} went on from {sorted(receipts)}"
-    if not simulation.troubles:
-        assert tries.total() == 8, f"tries beyond the first, and nothing went wrong: {tries}"
-    simulation.counts["tries beyond the first"] += tries.total() - 8
-    simulation.counts["steps begun again"] += charges.total() - 8
-
-
-async def signals(simulation: Simulation) -> None:
-    """A job that waits has each signal, in the order in which they were sent, and goes on in time;
-    one of which the sender does not know whether it arrived may come again where it is repeated."""
-    for _ in range(INSTANCES):
-        await simulation.start(Billing)
-    client = simulation.client(Billing)
-
-    async def say(number: int) -> None:
-        key = f"hear-{number}"
-        job = await repeated(simulation, partial(client.hear.submit, 3, idempotency_key=key))
-        sent = Counter[int]()
-
-        async def send(value: int) -> None:
-            sent[value] += 1
-            await job.signal("said", value)
-
-        for value in range(4):
-            await asyncio.sleep(10.0 * simulation.random.random() ** 2)
-            await repeated(simulation, partial(send, value))
-        heard = await job.result(timeout=300.0)
-        assert heard == sorted(heard), f"heard were {heard}"
-        assert set(heard) == set(sent), f"{sent} were heard as {heard}"
-        assert all(heard.count(value) <= sent[value] for value in sent), f"{sent}: {heard}"
-        simulation.counts["signals heard again"] += len(heard) - len(sent)
-
-    async with anyio.create_task_group() as speakers:
-        for number in range(4):
-            speakers.start_soon(say, number)
-
-
-class Closed(msgspec.Struct, frozen=True):
-    number: int
-
-
-EVENTS = 10
-closed = Topic("closed", Closed, namespace="simulated", retain="1h")
-
-
-class Archive(Actor, namespace="simulated"):
-    """Hears each event once for its group."""
-
-    heard: ClassVar[Counter[int]]
-    complete: ClassVar[asyncio.Event]
-
-    @subscribe(closed, group="archive", ack_wait=5.0, backoff=0.5)
-    async def keep(self, event: Closed) -> None:
-        self.heard[event.number] += 1
-        await asyncio.sleep(0.5)
-        if len(self.heard) == EVENTS:
-            self.complete.set()
-
-
-async def events(simulation: Simulation) -> None:
-    """An event that was published reaches its group."""
-    heard = Archive.heard = Counter()
-    Archive.complete = asyncio.Event()
-    for _ in range(INSTANCES):
-        await simulation.start(Archive)
-
-    async def publish(number: int) -> None:
-        await asyncio.sleep(6.0 * simulation.random.random())
-        event, key, runtime = Closed(number), str(number), simulation.kit.caller
-        await repeated(
-            simulation, partial(closed.publish, event, runtime=runtime, idempotency_key=key)
-        )
-
-    async with anyio.create_task_group() as publishers:
-        for number in range(EVENTS):
-            publishers.start_soon(publish, number)
-    await simulation.over()
-    with anyio.move_on_after(200.0):
-        await Archive.complete.wait()
-    assert sorted(heard) == list(range(EVENTS)), f"the group heard {sorted(heard)}"
-    simulation.counts["events heard again"] += heard.total() - EVENTS
 
 
 MOST_STILL = 0.8

@@ -16,20 +16,18 @@ import pytest
 from dynbus.testing import Kind, Simulation, simulate
 
 from .caches import caches, elections
+from .durable import events, jobs, letters, schedules, turns, waits
 from .left_calls import left_calls
 from .objects import objects
 from .stories import (
     calls,
     discovery,
-    events,
     hiccups,
     interrupted_calls,
     interrupted_streams,
-    jobs,
     levels,
     light_load,
     long_calls,
-    signals,
     split_streams,
     streams,
 )
@@ -111,7 +109,10 @@ STORIES: Final = {
         paths=(TAKEN_FOR_DEAD, "repeated", "tries beyond the first", "steps begun again"),
     ),
     "jobs whose takers are lost": Telling(jobs, LOST, 12, paths=("tries beyond the first",)),
-    "signals": Telling(signals, paths=("signals heard again",)),
+    "waits": Telling(waits, paths=("signals heard again", "tries beyond the first")),
+    "turns": Telling(turns, paths=("tries beyond the first",)),
+    "letters": Telling(letters, paths=("repeated", "tries beyond the first")),
+    "schedules": Telling(schedules, paths=("tries beyond the first",)),
     "left calls": Telling(left_calls, paths=("left", "cancel")),
     "objects": Telling(objects, NO_INSTANCES, paths=("put cancelled",)),
     "caches": Telling(caches),

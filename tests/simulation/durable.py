@@ -1,0 +1,573 @@
+"""The stories of durable handlers: jobs and their ends, steps, waits, order, letters, schedules."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+import anyio
+import msgspec
+
+from dynbus import (
+    Actor,
+    Cancelled,
+    DeadlineExceeded,
+    HandlerError,
+    InvalidRequest,
+    JobHandle,
+    NoJob,
+    Overloaded,
+    Topic,
+    Unavailable,
+    every,
+    handler,
+    signal,
+    sleep_until,
+    step,
+    subscribe,
+)
+from dynbus.bus.clock import unix_time
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.work_queue import DeadLetters
+from dynbus.testing import Simulation
+
+T = TypeVar("T")
+
+INSTANCES = 3
+ACK_WAIT = 2.0
+PATIENCE = 300.0
+AFTERMATH = 2.5
+"""Seconds for which an answer of before may still come to a process that something happened to."""
+PROMPT = 0.5
+"""Seconds within which what is due is done where nothing disturbs it."""
+ROUNDED = 0.05
+"""Seconds by which processes know the server's time differently, while no message is late."""
+
+
+async def repeated(simulation: Simulation, send: Callable[[], Awaitable[T]]) -> T:
+    """Send until it is confirmed."""
+    while True:
+        try:
+            return await send()
+        except (Unavailable, Overloaded):
+            simulation.counts["repeated"] += 1
+            await asyncio.sleep(0.5)
+
+
+class Book:
+    """The tries of the jobs of a story, each by its key, and what is wrong with them.
+
+    Attributes:
+        tries: how often each job was begun.
+        may_begin, due: when it may begin at the earliest, and is to begin at the latest.
+        ended: the jobs of which the end is known.
+        over: the jobs of which a try came to its end.
+        since: when each wait of a job began.
+        sent: when a signal of a name and a value was sent for sure.
+        most: how often it may have been sent.
+        values: what each place in a job came to, in all of its tries.
+        faults: in words.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.tries = Counter[str]()
+        self.may_begin: dict[str, float] = {}
+        self.due: dict[str, float] = {}
+        self.ended: set[str] = set()
+        self.over: set[str] = set()
+        self.since: dict[tuple[str, int], float] = {}
+        self.sent: dict[tuple[str, str, int], float] = {}
+        self.most: Counter[tuple[str, str, int]] = Counter()
+        self.values: defaultdict[tuple[str, object], list[object]] = defaultdict(list)
+        self.faults: list[str] = []
+
+    def begin(self, actor: Actor, key: str) -> None:
+        """A try of a job begins at an instance."""
+        self.tries[key] += 1
+        if key in self.ended and not self.may_be_late(actor):
+            self.faults.append(f"{key} was begun after its end")
+        self.not_before(self.may_begin.get(key, 0.0), key)
+        if (
+            self.tries[key] == 1
+            and self.simulation.undisturbed(self.due.get(key, math.inf)) > PROMPT
+        ):
+            self.faults.append(f"{key} was begun after its deadline")
+
+    def not_before(self, least: float, what: str) -> None:
+        """What was to wait until a time has come."""
+        early = least - self.simulation.now
+        if early > (AFTERMATH if self.simulation.troubles else ROUNDED):
+            self.faults.append(f"{what} came {early:.1f} s early")
+
+    def in_time(self, due: float, what: str) -> None:
+        """What was due has come."""
+        late = self.simulation.undisturbed(due)
+        if late > (LATE if self.simulation.troubles else PROMPT):
+            self.faults.append(f"{what} came {late:.1f} s late")
+
+    def came_to(self, key: str, place: object, value: object) -> None:
+        """A place in a job has come to a value, which is the one of all tries."""
+        known = self.values[key, place]
+        known.append(value)
+        if value != known[0]:
+            self.faults.append(f"{place} of {key} came to {known}")
+
+    def may_be_late(self, actor: Actor) -> bool:
+        """True if a process may act on what was right before something happened to it."""
+        home, since = self.simulation.kit.process_of(actor.runtime), self.simulation.now - AFTERMATH
+        return any(home in one.processes and one.ended > since for one in self.simulation.troubles)
+
+    def check(self, *, waits: bool = False) -> None:
+        """See that nothing is wrong, and that without faults each job had one try, unless it
+        waits."""
+        assert not self.faults, f"{self.faults}"
+        if not self.simulation.troubles and not waits:
+            assert set(self.tries.values()) <= {1}, f"nothing went wrong, and tries: {self.tries}"
+        self.simulation.counts["tries beyond the first"] += self.tries.total() - len(self.tries)
+
+
+class Order(msgspec.Struct, frozen=True):
+    number: int
+
+    @property
+    def key(self) -> str:
+        return f"order-{self.number}"
+
+
+LONG, DELAYED, DUE, URGENT, CANCELLED = 0, 1, 2, 3, (4, 5)
+"""Orders: one that takes longer than the server waits for a word of it; one that is to wait, one
+that is to have begun by a time, one that goes before others; and those that are called off."""
+DELAY = 3.0
+DEADLINE = 1.0
+
+
+class Billing(Actor, namespace="simulated"):
+    """Does jobs of several steps."""
+
+    book: ClassVar[Book]
+    charges: ClassVar[Counter[tuple[str, int]]]
+
+    @handler(durable=True, tries=20, backoff=0.5, ack_wait=ACK_WAIT)
+    async def bill(self, order: Order) -> str:
+        key = order.key
+        self.book.begin(self, key)
+        for part in range(3):
+            receipt = await step(f"charge-{part}", self.charge, key, part)
+            self.book.came_to(key, part, receipt)
+        await asyncio.sleep(0.4 if order.number != LONG else 2.5 * ACK_WAIT)
+        return f"{key} {self.book.tries[key]}"
+
+    async def charge(self, key: str, part: int) -> str:
+        self.charges[key, part] += 1
+        receipt = f"receipt {self.charges[key, part]}"
+        await asyncio.sleep(0.3 * self.book.simulation.random.random())
+        return receipt
+
+
+async def jobs(simulation: Simulation) -> None:
+    """A job that was submitted is done, or cancelled, or was not begun by its deadline; it has one
+    end, whoever asks for it how often, and is not begun after that. All tries go on from one
+    receipt of each step. Where nothing goes wrong there is one try."""
+    book = Billing.book = Book(simulation)
+    charges = Billing.charges = Counter[tuple[str, int]]()
+    for _ in range(INSTANCES):
+        await simulation.start(Billing)
+    client = simulation.client(Billing)
+    chance = simulation.random
+
+    async def end_of(job: JobHandle[str]) -> str:
+        with suppress(Cancelled, DeadlineExceeded):
+            return await job.result(timeout=PATIENCE)
+        return (await repeated(simulation, job.state)).error
+
+    async def submit(number: int) -> None:
+        await asyncio.sleep(4.0 * chance.random())
+        key = f"order-{number}"
+        submit = partial(
+            client.bill.submit,
+            Order(number),
+            idempotency_key=key,
+            delay=DELAY if number == DELAYED else 0.0,
+            deadline=DEADLINE if number == DUE else None,
+            priority=1 if number == URGENT else None,
+        )
+        if number == DELAYED:
+            book.may_begin[key] = simulation.now + DELAY
+        job = await repeated(simulation, submit)
+        if number == DUE:
+            book.due[key] = simulation.now + DEADLINE
+        was_cancelled = False
+        if number in CANCELLED:
+            await asyncio.sleep(2.0 * chance.random())
+            was_cancelled = await repeated(simulation, job.cancel)
+        end = await end_of(job)
+        book.ended.add(key)
+        if was_cancelled:
+            assert end.startswith("Cancelled"), f"{key} was cancelled, and ended as {end!r}"
+        elif number != DUE and number not in CANCELLED:
+            assert end.startswith(key), f"{key} ended as {end!r}"
+        await asyncio.sleep(10.0 * chance.random())
+        # Its key is known, and begins nothing.
+        again = await end_of(await repeated(simulation, submit))
+        await simulation.over()
+        at_last = await end_of(job)
+        assert again == at_last == end, f"{key} ended as {end!r}, {again!r} and {at_last!r}"
+
+    async with anyio.create_task_group() as submitters:
+        for number in range(8):
+            submitters.start_soon(submit, number)
+    book.check()
+    simulation.counts["steps begun again"] += charges.total() - len(charges)
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A wait for a signal of a name, at most for so long, or where there is no name for the time
+    alone."""
+
+    name: str
+    seconds: float | None = None
+
+
+class Waits(msgspec.Struct, frozen=True):
+    customer: str
+    number: int
+    waits: list[Wait]
+
+
+WAITS = (
+    Wait("", 1.0),
+    Wait("", 6.0),
+    Wait("a"),
+    Wait("b"),
+    Wait("a", 60.0),
+    Wait("a", 2.0),
+    Wait("b", 7.0),
+)
+"""Some longer than a job stays in its process. Most end by signals, others by the time."""
+LATE = 12.0
+"""Seconds within which a job goes on, after the last fault: its taker may have to be missed."""
+
+
+class Clerk(Actor, namespace="simulated"):
+    """Waits as it is told to."""
+
+    book: ClassVar[Book]
+
+    @handler(durable=True, tries=20, backoff=0.5, ack_wait=ACK_WAIT)
+    async def wait(self, order: Waits) -> list[int | None]:
+        return await self._carry_out(order)
+
+    @handler(durable=True, tries=20, backoff=0.5, ack_wait=ACK_WAIT, ordered_by="customer")
+    async def wait_in_turn(self, order: Waits) -> list[int | None]:
+        earlier = {f"{order.customer}-{number}" for number in range(order.number)}
+        if left := earlier - self.book.over - self.book.ended:
+            self.book.faults.append(f"{order} began before {left} ended")
+        return await self._carry_out(order)
+
+    async def _carry_out(self, order: Waits) -> list[int | None]:
+        key = f"{order.customer}-{order.number}"
+        self.book.begin(self, key)
+        taken: list[int | None] = []
+        for place, one in enumerate(order.waits):
+            taken.append(await self._wait(key, place, one))
+            self.book.came_to(key, place, taken[-1])
+        self.book.over.add(key)
+        return taken
+
+    async def _wait(self, key: str, place: int, one: Wait) -> int | None:
+        book, now = self.book, self.book.simulation.now
+        since = book.since.setdefault((key, place), now)
+        value = None
+        if one.name:
+            with suppress(DeadlineExceeded):
+                value = await signal(one.name, int, timeout=one.seconds)
+        else:
+            await sleep_until(timedelta(seconds=one.seconds or 0.0))
+        if value is None:
+            over = since + (one.seconds or 0.0)
+            book.not_before(over, f"{one} of {key}")
+        else:
+            over = max(since, book.sent.get((key, one.name, value), math.inf))
+        if (key, place) not in book.values:
+            book.in_time(over, f"{one} of {key}")
+        return value
+
+
+async def waits(simulation: Simulation, in_turn: bool = False) -> None:
+    """A job that waits has each signal, in the order in which they were sent, and none twice; it
+    waits for as long as it is to, and goes on in time. All tries go on from the same. One of which
+    the sender does not know whether it arrived may come again where it is repeated."""
+    book = Clerk.book = Book(simulation)
+    chance = simulation.random
+    for _ in range(INSTANCES):
+        await simulation.start(Clerk)
+    client = simulation.client(Clerk)
+    submit = client.wait_in_turn.submit if in_turn else client.wait.submit
+
+    async def tell(job: JobHandle[Any], key: str, name: str, number: int) -> None:
+        """Send as many signals as are waited for."""
+        tries = Counter[int]()
+
+        async def send(value: int) -> None:
+            tries[value] += 1
+            await job.signal(name, value)
+
+        for value in range(number):
+            await asyncio.sleep(10.0 * chance.random() ** 2)
+            with suppress(NoJob):
+                await repeated(simulation, partial(send, value))
+            book.sent[key, name, value] = simulation.now
+            book.most[key, name, value] = tries[value]
+
+    async def follow(job: JobHandle[list[int | None]], key: str, order: Waits) -> None:
+        names = Counter(one.name for one in order.waits if one.name)
+        is_cancelled = False
+        async with anyio.create_task_group() as tellers:
+            for name, number in names.items():
+                tellers.start_soon(tell, job, key, name, number)
+            if in_turn and order.number == 1 and chance.random() < 0.5:
+                await asyncio.sleep(8.0 * chance.random())
+                is_cancelled = await repeated(simulation, job.cancel)
+                if is_cancelled:
+                    book.ended.add(key)
+        try:
+            taken = await job.result(timeout=PATIENCE)
+        except Cancelled:
+            book.ended.add(key)
+            return
+        assert not is_cancelled, f"{key} was cancelled, and came to {taken}"
+        book.ended.add(key)
+        for name in names:
+            came = zip(order.waits, taken, strict=True)
+            heard = [value for one, value in came if one.name == name and value is not None]
+            assert heard == sorted(heard), f"{key} heard {heard} as {name}"
+            assert set(heard) == set(range(len(set(heard)))), f"{key} heard {heard} as {name}"
+            again = {value for value in heard if heard.count(value) > book.most[key, name, value]}
+            assert not again, f"{key} heard {again} of {heard} more often than it was sent"
+            simulation.counts["signals heard again"] += len(heard) - len(set(heard))
+
+    async def serve(customer: str) -> None:
+        async with anyio.create_task_group() as followers:
+            for number in range(3 if in_turn else 1):
+                drawn = [
+                    WAITS[int(chance.random() * len(WAITS))] for _ in range(2 if in_turn else 4)
+                ]
+                order, key = Waits(customer, number, drawn), f"{customer}-{number}"
+                send = partial(submit, order, idempotency_key=key)
+                followers.start_soon(follow, await repeated(simulation, send), key, order)
+
+    async with anyio.create_task_group() as customers:
+        for customer in ("one", "another"):
+            customers.start_soon(serve, customer)
+    book.check(waits=True)
+
+
+async def turns(simulation: Simulation) -> None:
+    """The jobs of a key are done in the order in which they were submitted, one at a time, whatever
+    they wait for, and whichever of them are cancelled."""
+    await waits(simulation, in_turn=True)
+
+
+class Post(Actor, namespace="simulated"):
+    """Delivers nothing before its fault is mended."""
+
+    book: ClassVar[Book]
+    stamps: ClassVar[Counter[str]]
+    mended: ClassVar[set[str]]
+
+    @handler(durable=True, tries=3, backoff=0.2, ack_wait=ACK_WAIT)
+    async def deliver(self, order: Order) -> str:
+        key = order.key
+        self.book.begin(self, key)
+        self.book.came_to(key, "stamp", await step("stamp", self.stamp, key))
+        if key not in self.mended:
+            raise InvalidRequest("no such street") if order.number == 0 else HandlerError("no door")
+        await asyncio.sleep(0.3)
+        return key
+
+    async def stamp(self, key: str) -> int:
+        self.stamps[key] += 1
+        await asyncio.sleep(0.1)
+        return self.stamps[key]
+
+
+async def letters(simulation: Simulation) -> None:
+    """A job that fails as often as it may, or that is refused, is a dead letter with the reason;
+    one that is redriven goes on with its steps, is done, and has one end."""
+    book = Post.book = Book(simulation)
+    mended = Post.mended = set[str]()
+    Post.stamps = Counter()
+    for _ in range(INSTANCES):
+        await simulation.start(Post)
+    client = simulation.client(Post)
+    queue = EndpointName("simulated", "Post", "deliver")
+    dead = DeadLetters(simulation.kit.caller.bus.data.jetstream, "simulated")
+
+    async def redrive(key: str) -> None:
+        letter = await dead.of_job(queue, key)
+        if letter is not None:
+            await dead.redrive(letter)
+
+    async def send(number: int) -> None:
+        await asyncio.sleep(4.0 * simulation.random.random())
+        key = f"order-{number}"
+        submit = partial(client.deliver.submit, Order(number), idempotency_key=key)
+        job = await repeated(simulation, submit)
+        with suppress(HandlerError, InvalidRequest):
+            raise AssertionError(f"{key} came to {await job.result(timeout=PATIENCE)}")
+        letter = await repeated(simulation, partial(dead.of_job, queue, key))
+        assert letter is not None, f"{key} failed for good, and is no dead letter"
+        state = await repeated(simulation, job.state)
+        if not simulation.troubles:
+            tries = 1 if number == 0 else 3
+            assert book.tries[key] == state.tries == letter.tries == tries, f"{state}, {letter}"
+            assert len(state.failures) == tries - 1, f"{state}"
+        mended.add(key)
+        result = ""
+        while not result:
+            await repeated(simulation, partial(redrive, key))
+            with suppress(HandlerError, InvalidRequest):
+                result = await job.result(timeout=PATIENCE)
+        book.ended.add(key)
+        assert result == key
+        await simulation.over()
+        again = await repeated(simulation, submit)
+        assert await again.result(timeout=PATIENCE) == key
+
+    async with anyio.create_task_group() as senders:
+        for number in range(4):
+            senders.start_soon(send, number)
+    assert not await dead.find(), "letters are left of jobs that are done"
+    book.check(waits=True)
+
+
+PERIOD = 1.0
+FIRINGS = 10
+
+
+class Clock(Actor, namespace="simulated"):
+    """Notes when it is fired."""
+
+    book: ClassVar[Book]
+
+    @every(PERIOD, missed="catch_up")
+    @handler(durable=True, tries=20, backoff=0.5, ack_wait=ACK_WAIT)
+    async def strike(self, due: datetime) -> None:
+        key = f"{due.timestamp()}"
+        if not self.book.tries[key]:
+            self.book.in_time(self.book.simulation.now - unix_time() + due.timestamp(), key)
+        self.book.begin(self, key)
+        await asyncio.sleep(0.2)
+        self.book.over.add(key)
+
+
+async def schedules(simulation: Simulation) -> None:
+    """A handler is fired for each time that is due from the first on, in time where nothing is in
+    the way, and where nothing goes wrong once."""
+    book = Clock.book = Book(simulation)
+    for _ in range(INSTANCES):
+        await simulation.start(Clock)
+    await asyncio.sleep(PERIOD * FIRINGS)
+    await simulation.over()
+    await asyncio.sleep(LATE)
+    fired = sorted(map(float, book.over))
+    last = unix_time() - PROMPT - PERIOD
+    due = [fired[0] + PERIOD * number for number in range(int((last - fired[0]) / PERIOD) + 1)]
+    assert set(due) <= set(fired), f"never fired: {sorted(set(due) - set(fired))}"
+    assert all(one % PERIOD == 0.0 for one in fired), f"fired at {fired}"
+    book.check()
+
+
+class Closed(msgspec.Struct, frozen=True):
+    customer: str
+    number: int
+
+
+FAILS = 2
+"""The number of an event that fails at first."""
+GROUPS = ("archive", "ledger")
+closed = Topic("closed", Closed, namespace="simulated", retain="1h")
+
+
+EVENTS = [Closed(customer, number) for customer in ("one", "another") for number in range(6)]
+EVERYTHING = {(group, event) for group in GROUPS for event in EVENTS}
+
+
+class Archive(Actor, namespace="simulated"):
+    """Hears each event once for its groups, and once for each instance."""
+
+    book: ClassVar[Book]
+    heard: ClassVar[Counter[tuple[str, Closed]]]
+    complete: ClassVar[asyncio.Event]
+
+    @subscribe(closed, group="archive", ack_wait=ACK_WAIT, backoff=0.5, tries=20)
+    async def keep(self, event: Closed) -> None:
+        await asyncio.sleep(0.3)
+        self._hear_as("archive", event)
+
+    @subscribe(closed, group="ledger", ordered=True, ack_wait=ACK_WAIT, backoff=0.5, tries=20)
+    async def enter(self, event: Closed) -> None:
+        key = f"{event}"
+        self.book.begin(self, key)
+        for number in range(event.number):
+            if not self.heard["ledger", Closed(event.customer, number)]:
+                self.book.faults.append(f"{event} came before the end of {number}")
+        await asyncio.sleep(0.2)
+        if event.number == FAILS and self.book.tries[key] < 3:
+            raise HandlerError("not yet")
+        self._hear_as("ledger", event)
+
+    @subscribe(closed)
+    async def hear(self, event: Closed) -> None:
+        self._hear_as(self.instance_id, event)
+
+    def _hear_as(self, reader: str, event: Closed) -> None:
+        self.heard[reader, event] += 1
+        if self.heard.keys() >= EVERYTHING:
+            self.complete.set()
+
+
+async def events(simulation: Simulation) -> None:
+    """An event that was published reaches each of its groups, those of a key in their order where
+    the group is ordered, and each instance once."""
+    heard = Archive.heard = Counter()
+    book = Archive.book = Book(simulation)
+    complete = Archive.complete = asyncio.Event()
+    first = {(await simulation.start(Archive)).id for _ in range(INSTANCES)}
+
+    async def publish(customer: str) -> None:
+        for event in (one for one in EVENTS if one.customer == customer):
+            await asyncio.sleep(2.0 * simulation.random.random())
+            send = partial(
+                closed.publish,
+                *(event,),
+                key=customer,
+                runtime=simulation.kit.caller,
+                idempotency_key=f"{customer}-{event.number}",
+            )
+            await repeated(simulation, send)
+
+    async with anyio.create_task_group() as publishers:
+        for customer in {event.customer: None for event in EVENTS}:
+            publishers.start_soon(publish, customer)
+    await simulation.over()
+    with anyio.move_on_after(200.0):
+        await complete.wait()
+    assert heard.keys() >= EVERYTHING, f"not heard: {EVERYTHING - heard.keys()}"
+    await asyncio.sleep(PROMPT)
+    alive = {instance.id for one in simulation.kit.alive() for instance in one.instances}
+    missed = {(one, event) for one in alive & first for event in EVENTS} - heard.keys()
+    assert not missed, f"instances did not hear {missed}"
+    twice = {one for one, times in heard.items() if times > 1 and one[0] not in GROUPS}
+    assert not twice, f"instances heard again {twice}"
+    if not simulation.troubles:
+        assert set(heard.values()) == {1}, f"nothing went wrong, and heard were {heard}"
+    book.check(waits=True)
+    simulation.counts["events heard again"] += heard.total() - len(heard)
