@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext, suppress
 
 import anyio
 
 from dynbus import Unavailable
 from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectStore
+from dynbus.bus.transport import Message
 from dynbus.testing import Simulation
 
 from .rest import rest
@@ -34,12 +36,16 @@ async def objects(simulation: Simulation) -> None:
 
     async def write() -> None:
         nonlocal begun, confirmed
+        chance = simulation.random
         for version in range(1, 30):
             begun = version
-            patience = 30.0 if simulation.random.random() < 0.7 else simulation.random.random() / 10
+            patience = chance.random() / 10 if chance.random() < 0.15 else 30.0
             with suppress(Unavailable), anyio.move_on_after(patience) as scope:
-                await writer.put(NAME, _data(version), timeout=4.0)
-                confirmed = version
+                # What is cancelled there may be stored, and may not.
+                is_cut = chance.random() < 0.3
+                with _at_the_record(simulation, scope.cancel) if is_cut else nullcontext():
+                    await writer.put(NAME, _data(version), timeout=4.0)
+                    confirmed = version
             simulation.counts["put cancelled"] += scope.cancelled_caught
             await asyncio.sleep(0.3 * simulation.random.random())
         done.set()
@@ -69,6 +75,22 @@ async def objects(simulation: Simulation) -> None:
     assert found.data == _data(int(found.data[:4]))
     info = await simulation.kit.caller.bus.data.jetstream.stream_info("OBJ_simulated")
     assert info.messages == found.info.chunks + 1, f"{info} for {found.info}"
+
+
+@contextmanager
+def _at_the_record(simulation: Simulation, then: Callable[[], object]) -> Generator[None]:
+    """Call `then` when a record of an object reaches the server."""
+
+    def see(message: Message) -> None:
+        if message.subject.startswith("$O.simulated.M."):
+            then()
+
+    observers = simulation.kit.bus.observers
+    observers.append(see)
+    try:
+        yield
+    finally:
+        observers.remove(see)
 
 
 async def ensured(store: ObjectStore) -> None:

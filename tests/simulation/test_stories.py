@@ -116,7 +116,7 @@ STORIES: Final = {
     "left calls": Telling(left_calls, paths=("left", "cancel")),
     "objects": Telling(objects, NO_INSTANCES, paths=("put cancelled",)),
     "caches": Telling(caches),
-    "elections": Telling(elections, {**LOST, Kind.LEAVE: 1.0, Kind.SLOW: 2.0}, 12),
+    "elections": Telling(elections, {**LOST, Kind.KILL: 3.0, Kind.LEAVE: 3.0, Kind.SLOW: 1.0}, 12),
     "events": Telling(events, paths=("repeated", "events heard again")),
     "discovery": Telling(discovery, paths=(NOT_RENEWED,)),
     "discovery without the disk": Telling(
