@@ -7,14 +7,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import anyio
 import msgspec
 
-from dynbus import Actor, DynbusError, handler
+from dynbus import Actor, DynbusError, Unavailable, handler
 from dynbus.bus.background import Work
 from dynbus.kvrouter import (
+    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     Election,
@@ -23,11 +24,13 @@ from dynbus.kvrouter import (
     Rank,
     open_router,
 )
-from dynbus.kvrouter.routing.active_load import NO_LOAD
+from dynbus.kvrouter.names import kv_event_stream
+from dynbus.kvrouter.routing.active_load import RankLoad
+from dynbus.kvrouter.stream.awareness import AwarenessLevel
 from dynbus.kvrouter.stream.digest import index_digest
 from dynbus.testing import Simulation
 
-from .rest import rest
+A = TypeVar("A", bound=Actor)
 
 ENGINES = 3
 GATES = 2
@@ -36,13 +39,24 @@ BLOCK = 4
 """Tokens of a block."""
 KEPT = 4
 """Prompts in the cache of an engine."""
+SETTLED = 16.0
+"""Seconds after the last fault in which all routers know what engines hold, whatever was purged."""
+AT_HAND = 6.0
+"""Seconds of these in which requests run and stay so, long enough for a router's heartbeats."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """Asks for `items` items, of `token_ids`."""
+    """Asks for `items` items, of `token_ids`.
+
+    Attributes:
+        clears: whether the engine drops its cache first.
+        stays: seconds for which it runs on after its first item.
+    """
 
     token_ids: list[int]
     items: int
+    clears: bool = False
+    stays: float = 0.0
 
 
 class Engine(Actor, namespace="simulated"):
@@ -53,6 +67,7 @@ class Engine(Actor, namespace="simulated"):
 
     async def on_start(self) -> None:
         self.cached: dict[int, list[int]] = {}
+        self.running: list[Prompt] = []
         self.events = await KvEventPublisher.of(self).__aenter__()
 
     async def on_stop(self) -> None:
@@ -60,6 +75,9 @@ class Engine(Actor, namespace="simulated"):
 
     @handler
     async def generate(self, prompt: Prompt) -> AsyncGenerator[int, None]:
+        if prompt.clears:
+            self.cached.clear()
+            self.events.publish([AllBlocksCleared()])
         first = prompt.token_ids[0]
         if first not in self.cached:
             # Each block is stored by itself, as an engine computes it.
@@ -70,9 +88,14 @@ class Engine(Actor, namespace="simulated"):
                 self.events.publish([BlockStored(parent, [name], [name])])
         while len(self.cached) > KEPT:
             self.events.publish([BlockRemoved(self.cached.pop(next(iter(self.cached)))[::-1])])
-        for number in range(prompt.items):
-            await asyncio.sleep(0.1)
-            yield number
+        self.running.append(prompt)
+        try:
+            for number in range(prompt.items):
+                await asyncio.sleep(0.1)
+                yield number
+                await asyncio.sleep(prompt.stays)
+        finally:
+            self.running.remove(prompt)
 
 
 class Gate(Actor, namespace="simulated"):
@@ -91,50 +114,127 @@ class Gate(Actor, namespace="simulated"):
         async for item in self.engine.generate(prompt):
             yield item
 
+    @property
+    def follower(self) -> IndexFollower:
+        follower = self.router.follower
+        assert isinstance(follower, IndexFollower)
+        return follower
+
+
+def _living(simulation: Simulation, kind: type[A]) -> dict[str, A]:
+    """The actors of a kind that live, by their instances."""
+    instances = [instance for one in simulation.kit.alive() for instance in one.instances]
+    return {one.id: one.actor for one in instances if isinstance(one.actor, kind)}
+
 
 async def caches(simulation: Simulation) -> None:
-    """When all rests each router knows what each engine that lives holds, and of no other, and that
-    nothing runs there."""
+    """A router that says so knows exactly what the engines hold of which it has the last word. When
+    all rests each knows that of all that live, of no other, and what runs there, whichever of them
+    sent it; also after the stream was deleted, or its messages dropped before they were read."""
+    chance = simulation.random
     for _ in range(ENGINES):
         await simulation.start(Engine)
     for _ in range(GATES):
         await simulation.start(Gate)
-    client = simulation.client(Gate, wait=10.0, timeout=15.0)
+    client = simulation.client(Gate, wait=10.0, timeout=20.0)
 
-    async def ask(caller: int) -> None:
-        for _ in range(10):
-            first = 1000 * (1 + int(8 * simulation.random.random()))
-            blocks = 1 + int(6 * simulation.random.random())
-            prompt = Prompt(list(range(first, first + blocks * BLOCK)), caller)
-            patience = 0.2 + 2.0 * simulation.random.random()
-            with suppress(DynbusError), anyio.move_on_after(patience):
-                async for _ in client.ask(prompt):
-                    pass
-            await asyncio.sleep(0.3 * simulation.random.random())
+    async def ask(prompt: Prompt, patience: float) -> None:
+        with suppress(DynbusError), anyio.move_on_after(patience):
+            async for _ in client.ask(prompt):
+                pass
 
-    async with anyio.create_task_group() as callers:
-        for caller in range(CALLERS):
-            callers.start_soon(ask, caller)
-    actors = [instance.actor for instance in await rest(simulation)]
-    engines = {one.instance_id: one for one in actors if isinstance(one, Engine)}
-    for gate in (one for one in actors if isinstance(one, Gate)):
-        running = {rank: gate.router.load(rank) for rank in map(_rank, engines)}
-        assert set(running.values()) <= {NO_LOAD}, f"what runs when all rests: {running}"
-        follower = gate.router.follower
-        assert isinstance(follower, IndexFollower)
-        known = {rank.instance for rank in follower.index.ranks}
+    def drawn(items: int, *, stays: float = 0.0) -> Prompt:
+        first = 1000 * (1 + int(8 * chance.random()))
+        blocks = 1 + int(6 * chance.random())
+        clears = not stays and chance.random() < 0.05
+        return Prompt(list(range(first, first + blocks * BLOCK)), items, clears, stays)
+
+    async def call(caller: int) -> None:
+        for _ in range(6):
+            await ask(drawn(caller), 0.2 + 2.0 * chance.random())
+            await asyncio.sleep(0.3 * chance.random())
+
+    async def damage() -> None:
+        jetstream, stream = simulation.kit.caller.bus.data.jetstream, kv_event_stream("simulated")
+        way = chance.random()
+        while way < 0.6:
+            await asyncio.sleep((8.0 if way < 0.3 else 1.0) * chance.random())
+            with suppress(Unavailable):
+                if way < 0.3:
+                    await jetstream.delete_stream(stream)
+                    return
+                await jetstream.purge(stream)
+
+    async def watch() -> None:
+        seen: dict[tuple[Gate, str], object] = {}
+        while True:
+            await asyncio.sleep(0.1)
+            engines = _living(simulation, Engine)
+            for gate in _living(simulation, Gate).values():
+                if gate.follower.awareness().level is not AwarenessLevel.EXACT:
+                    continue
+                for name, engine in engines.items():
+                    last = _last_word(gate.follower, name, engine)
+                    if last is not None and seen.get((gate, name)) != last:
+                        _compare(gate.follower, name, engine)
+                        seen[gate, name] = last
+
+    async with anyio.create_task_group() as watching:
+        watching.start_soon(watch)
+        async with anyio.create_task_group() as callers:
+            callers.start_soon(damage)
+            for caller in range(CALLERS):
+                callers.start_soon(call, caller)
+            await simulation.over()
+            # Ends what may have no end.
+            callers.cancel_scope.deadline = anyio.current_time() + 8.0
+        await asyncio.sleep(SETTLED - AT_HAND)
+        async with anyio.create_task_group() as callers:
+            for _ in range(CALLERS):
+                callers.start_soon(ask, drawn(1, stays=AT_HAND), 2 * AT_HAND)
+            await asyncio.sleep(AT_HAND - 0.5)
+            _check(simulation)
+        await asyncio.sleep(0.5)
+        _check(simulation)
+        watching.cancel_scope.cancel()
+
+
+def _check(simulation: Simulation) -> None:
+    engines = _living(simulation, Engine)
+    for gate in _living(simulation, Gate).values():
+        known = {rank.instance for rank in gate.follower.index.ranks}
         assert known <= engines.keys(), f"of {sorted(engines)} the caches of {known} are known"
         for name, engine in engines.items():
-            said, held = index_digest(follower.index, _rank(name)), _held(engine)
-            assert said == held, f"{name} holds {held}, and the router knows of {said}"
+            _compare(gate.follower, name, engine)
+            blocks = {(one.token_ids[0], at) for one in engine.running for at in _blocks(one)}
+            load = RankLoad(0, len(blocks), len(engine.running))
+            said = gate.router.load(_rank(name))
+            assert said == load, f"{name} has {load}, and a router says {said}"
+
+
+def _blocks(prompt: Prompt) -> range:
+    return range(len(prompt.token_ids) // BLOCK)
+
+
+def _last_word(follower: IndexFollower, name: str, engine: Engine) -> object:
+    """The last message of an engine, where a router knows the engine and has all that it said;
+    else None."""
+    state, log = follower.index.ranks.get(_rank(name)), engine.events._logs[0]
+    if state is None or log._waiting or not follower._live.members.is_known(name):
+        return None
+    known = state.event_epoch, state.next_id
+    return known if known == (log.event_epoch, log._next_id) else None
+
+
+def _compare(follower: IndexFollower, name: str, engine: Engine) -> None:
+    """See that a router knows what an engine holds."""
+    held = engine.events._logs[0].mirror.digest()
+    said = index_digest(follower.index, _rank(name))
+    assert said == held, f"{name} holds {held}, and the router knows of {said}"
 
 
 def _rank(instance: str) -> Rank:
     return Rank(instance, 0)
-
-
-def _held(engine: Engine) -> object:
-    return engine.events._logs[0].mirror.digest()
 
 
 TTL = 1.0
