@@ -40,9 +40,12 @@ BLOCK = 4
 KEPT = 4
 """Prompts in the cache of an engine."""
 SETTLED = 16.0
-"""Seconds after the last fault in which all routers know what engines hold, whatever was purged."""
-AT_HAND = 6.0
-"""Seconds of these in which requests run and stay so, long enough for a router's heartbeats."""
+"""Seconds in which routers know what engines hold, whatever was purged."""
+KNOWN_AGAIN = 5.0
+"""Seconds after a deletion, or the last fault, after which they do where nothing was purged."""
+ROUNDED = 0.01
+AT_HAND = 3.0
+"""Seconds in which requests run and stay so, longer than between a router's heartbeats."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -154,16 +157,31 @@ async def caches(simulation: Simulation) -> None:
             await ask(drawn(caller), 0.2 + 2.0 * chance.random())
             await asyncio.sleep(0.3 * chance.random())
 
+    way = chance.random()
+
     async def damage() -> None:
+        """Delete the stream once, or now and then drop its messages while a gate does not hear."""
         jetstream, stream = simulation.kit.caller.bus.data.jetstream, kv_event_stream("simulated")
-        way = chance.random()
-        while way < 0.6:
-            await asyncio.sleep((8.0 if way < 0.3 else 1.0) * chance.random())
+        if way < 0.3:
+            await asyncio.sleep(8.0 * chance.random())
             with suppress(Unavailable):
-                if way < 0.3:
-                    await jetstream.delete_stream(stream)
-                    return
-                await jetstream.purge(stream)
+                await jetstream.delete_stream(stream)
+                deleted = simulation.now
+                await asyncio.sleep(KNOWN_AGAIN)
+                if simulation.undisturbed(deleted) >= KNOWN_AGAIN - ROUNDED:
+                    await _agree(simulation)
+        while way > 0.6:
+            await asyncio.sleep(chance.random())
+            gates = list(_living(simulation, Gate).values())
+            for gate in gates[:1]:
+                link = simulation.kit.process_of(gate.runtime).data
+                link.disconnect()
+                try:
+                    await asyncio.sleep(0.5 * chance.random())
+                    with suppress(Unavailable):
+                        await jetstream.purge(stream, timeout=0.5)
+                finally:
+                    link.reconnect()
 
     async def watch() -> None:
         seen: dict[tuple[Gate, str], object] = {}
@@ -176,7 +194,8 @@ async def caches(simulation: Simulation) -> None:
                 for name, engine in engines.items():
                     last = _last_word(gate.follower, name, engine)
                     if last is not None and seen.get((gate, name)) != last:
-                        _compare(gate.follower, name, engine)
+                        wrong = _differs(gate.follower, name, engine)
+                        assert not wrong, f"{wrong}, and says that it is exact"
                         seen[gate, name] = last
 
     async with anyio.create_task_group() as watching:
@@ -188,15 +207,33 @@ async def caches(simulation: Simulation) -> None:
             await simulation.over()
             # Ends what may have no end.
             callers.cancel_scope.deadline = anyio.current_time() + 8.0
-        await asyncio.sleep(SETTLED - AT_HAND)
+        if way < 0.6:
+            await asyncio.sleep(KNOWN_AGAIN)
+            await _agree(simulation)
+        else:
+            await asyncio.sleep(SETTLED - AT_HAND)
         async with anyio.create_task_group() as callers:
             for _ in range(CALLERS):
                 callers.start_soon(ask, drawn(1, stays=AT_HAND), 2 * AT_HAND)
+                callers.start_soon(ask, drawn(2, stays=0.5), AT_HAND)
             await asyncio.sleep(AT_HAND - 0.5)
             _check(simulation)
         await asyncio.sleep(0.5)
         _check(simulation)
         watching.cancel_scope.cancel()
+
+
+async def _agree(simulation: Simulation) -> None:
+    """See that each router knows what each engine holds, but for events under way, unless a fault
+    begins."""
+    gates, engines = _living(simulation, Gate).values(), _living(simulation, Engine)
+    left = {(gate, name) for gate in gates for name in engines}
+    end = simulation.now + 1.0
+    while left and simulation.now < end:
+        left = {(one, name) for one, name in left if _differs(one.follower, name, engines[name])}
+        await asyncio.sleep(0.05)
+    names = sorted(name for _, name in left)
+    assert not left or not simulation.undisturbed(end - 1.0), f"{names} are not known in time"
 
 
 def _check(simulation: Simulation) -> None:
@@ -205,7 +242,8 @@ def _check(simulation: Simulation) -> None:
         known = {rank.instance for rank in gate.follower.index.ranks}
         assert known <= engines.keys(), f"of {sorted(engines)} the caches of {known} are known"
         for name, engine in engines.items():
-            _compare(gate.follower, name, engine)
+            wrong = _differs(gate.follower, name, engine)
+            assert not wrong, wrong
             blocks = {(one.token_ids[0], at) for one in engine.running for at in _blocks(one)}
             load = RankLoad(0, len(blocks), len(engine.running))
             said = gate.router.load(_rank(name))
@@ -226,11 +264,11 @@ def _last_word(follower: IndexFollower, name: str, engine: Engine) -> object:
     return known if known == (log.event_epoch, log._next_id) else None
 
 
-def _compare(follower: IndexFollower, name: str, engine: Engine) -> None:
-    """See that a router knows what an engine holds."""
+def _differs(follower: IndexFollower, name: str, engine: Engine) -> str:
+    """What a router does not know of the cache of an engine; empty for nothing."""
     held = engine.events._logs[0].mirror.digest()
     said = index_digest(follower.index, _rank(name))
-    assert said == held, f"{name} holds {held}, and the router knows of {said}"
+    return "" if said == held else f"{name} holds {held}, and a router knows of {said}"
 
 
 def _rank(instance: str) -> Rank:
