@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, ClassVar, TypeVar
+from unittest.mock import patch
 
 import anyio
 import msgspec
@@ -32,6 +33,7 @@ from dynbus import (
     step,
     subscribe,
 )
+from dynbus.actors.serving import steps
 from dynbus.bus.clock import unix_time
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.work_queue import DeadLetters
@@ -44,7 +46,7 @@ ACK_WAIT = 2.0
 PATIENCE = 300.0
 AFTERMATH = 2.5
 """Seconds for which an answer of before may still come to a process that something happened to."""
-PROMPT = 0.5
+PROMPT = 1.0
 """Seconds within which what is due is done where nothing disturbs it."""
 ROUNDED = 0.05
 """Seconds by which processes know the server's time differently, while no message is late."""
@@ -241,16 +243,19 @@ class Waits(msgspec.Struct, frozen=True):
     waits: list[Wait]
 
 
+STAYS = 0.5
+"""Seconds for which a job waits in its process in these stories, so that many wait outside."""
 WAITS = (
-    Wait("", 1.0),
-    Wait("", 6.0),
+    Wait("", 0.3),
+    Wait("", 2.0),
+    Wait("a"),
     Wait("a"),
     Wait("b"),
     Wait("a", 60.0),
-    Wait("a", 2.0),
-    Wait("b", 7.0),
+    Wait("a", 0.4),
+    Wait("b", 2.0),
 )
-"""Some longer than a job stays in its process. Most end by signals, others by the time."""
+"""Most end by signals, others by the time."""
 LATE = 12.0
 """Seconds within which a job goes on, after the last fault: its taker may have to be missed."""
 
@@ -311,6 +316,15 @@ async def waits(simulation: Simulation, in_turn: bool = False) -> None:
     client = simulation.client(Clerk)
     submit = client.wait_in_turn.submit if in_turn else client.wait.submit
 
+    async def pause(key: str) -> None:
+        """Sleep for a drawn time, or until the job is about to wait outside of its process."""
+        seconds = 3.0 * chance.random() ** 2
+        since = [at for (of, _), at in book.since.items() if of == key]
+        if since and chance.random() < 0.5:
+            aimed = max(since) + STAYS + 0.2 * (chance.random() - 0.7)
+            seconds = max(aimed - simulation.now, seconds / 10)
+        await asyncio.sleep(seconds)
+
     async def tell(job: JobHandle[Any], key: str, name: str, number: int) -> None:
         """Send as many signals as are waited for."""
         tries = Counter[int]()
@@ -320,7 +334,7 @@ async def waits(simulation: Simulation, in_turn: bool = False) -> None:
             await job.signal(name, value)
 
         for value in range(number):
-            await asyncio.sleep(10.0 * chance.random() ** 2)
+            await pause(key)
             with suppress(NoJob):
                 await repeated(simulation, partial(send, value))
             book.sent[key, name, value] = simulation.now
@@ -333,7 +347,7 @@ async def waits(simulation: Simulation, in_turn: bool = False) -> None:
             for name, number in names.items():
                 tellers.start_soon(tell, job, key, name, number)
             if in_turn and order.number == 1 and chance.random() < 0.5:
-                await asyncio.sleep(8.0 * chance.random())
+                await pause(key)
                 is_cancelled = await repeated(simulation, job.cancel)
                 if is_cancelled:
                     book.ended.add(key)
@@ -357,15 +371,16 @@ async def waits(simulation: Simulation, in_turn: bool = False) -> None:
         async with anyio.create_task_group() as followers:
             for number in range(3 if in_turn else 1):
                 drawn = [
-                    WAITS[int(chance.random() * len(WAITS))] for _ in range(2 if in_turn else 4)
+                    WAITS[int(chance.random() * len(WAITS))] for _ in range(3 if in_turn else 6)
                 ]
                 order, key = Waits(customer, number, drawn), f"{customer}-{number}"
                 send = partial(submit, order, idempotency_key=key)
                 followers.start_soon(follow, await repeated(simulation, send), key, order)
 
-    async with anyio.create_task_group() as customers:
-        for customer in ("one", "another"):
-            customers.start_soon(serve, customer)
+    with patch.object(steps, "STAYS", STAYS):
+        async with anyio.create_task_group() as customers:
+            for customer in ("one", "another"):
+                customers.start_soon(serve, customer)
     book.check(waits=True)
 
 
