@@ -35,17 +35,18 @@ from dynbus import (
 )
 from dynbus.actors.serving import steps
 from dynbus.bus.clock import unix_time
-from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName, job_cancel_subject
 from dynbus.bus.work_queue import DeadLetters
-from dynbus.testing import Simulation
+from dynbus.testing import Kind, Simulation
 
 T = TypeVar("T")
 
 INSTANCES = 3
 ACK_WAIT = 2.0
 PATIENCE = 300.0
+LINGERING = frozenset({Kind.SLOW, Kind.SILENCE, Kind.LATE, Kind.SPLIT})
 AFTERMATH = 2.5
-"""Seconds for which an answer of before may still come to a process that something happened to."""
+"""Seconds after one of these for which an answer of before may still come to a process."""
 PROMPT = 1.0
 """Seconds within which what is due is done where nothing disturbs it."""
 ROUNDED = 0.05
@@ -68,7 +69,8 @@ class Book:
     Attributes:
         tries: how often each job was begun.
         may_begin, due: when it may begin at the earliest, and is to begin at the latest.
-        ended: the jobs of which the end is known.
+        ended: when the end of a job was known.
+        finished: when a place in a job had come to a value.
         over: the jobs of which a try came to its end.
         since: when each wait of a job began.
         sent: when a signal of a name and a value was sent for sure.
@@ -82,7 +84,8 @@ class Book:
         self.tries = Counter[str]()
         self.may_begin: dict[str, float] = {}
         self.due: dict[str, float] = {}
-        self.ended: set[str] = set()
+        self.ended: dict[str, float] = {}
+        self.finished: dict[tuple[str, object], float] = {}
         self.over: set[str] = set()
         self.since: dict[tuple[str, int], float] = {}
         self.sent: dict[tuple[str, str, int], float] = {}
@@ -93,7 +96,7 @@ class Book:
     def begin(self, actor: Actor, key: str) -> None:
         """A try of a job begins at an instance."""
         self.tries[key] += 1
-        if key in self.ended and not self.may_be_late(actor):
+        if self._is_past(self.ended.get(key)) and not self.may_be_late(actor):
             self.faults.append(f"{key} was begun after its end")
         self.not_before(self.may_begin.get(key, 0.0), key)
         if (
@@ -116,15 +119,33 @@ class Book:
 
     def came_to(self, key: str, place: object, value: object) -> None:
         """A place in a job has come to a value, which is the one of all tries."""
+        self.finished.setdefault((key, place), self.simulation.now)
         known = self.values[key, place]
         known.append(value)
         if value != known[0]:
             self.faults.append(f"{place} of {key} came to {known}")
 
+    def end(self, key: str) -> None:
+        """The end of a job is known."""
+        self.ended.setdefault(key, self.simulation.now)
+
+    def step(self, actor: Actor, key: str, place: object) -> None:
+        """A step of a job is called."""
+        if self._is_past(self.finished.get((key, place))) and not self.may_be_late(actor):
+            self.faults.append(f"{place} of {key} was called again")
+
+    def _is_past(self, at: float | None) -> bool:
+        """True if something was known for long enough for who looked before to have begun."""
+        return at is not None and self.simulation.now > at + PROMPT
+
     def may_be_late(self, actor: Actor) -> bool:
         """True if a process may act on what was right before something happened to it."""
-        home, since = self.simulation.kit.process_of(actor.runtime), self.simulation.now - AFTERMATH
-        return any(home in one.processes and one.ended > since for one in self.simulation.troubles)
+        home, now = self.simulation.kit.process_of(actor.runtime), self.simulation.now
+        return any(
+            home in one.processes
+            and now < one.ended + (AFTERMATH if one.fault.kind in LINGERING else ROUNDED)
+            for one in self.simulation.troubles
+        )
 
     def check(self, *, waits: bool = False) -> None:
         """See that nothing is wrong, and that without faults each job had one try, unless it
@@ -143,9 +164,9 @@ class Order(msgspec.Struct, frozen=True):
         return f"order-{self.number}"
 
 
-LONG, DELAYED, DUE, URGENT, CANCELLED = 0, 1, 2, 3, (4, 5)
-"""Orders: one that takes longer than the server waits for a word of it; one that is to wait, one
-that is to have begun by a time, one that goes before others; and those that are called off."""
+LONG, DELAYED, DUE, URGENT, CANCELLED = (0, 1), (2, 3), 4, 5, (3, 6, 7)
+"""Orders: those of which a try takes longer than the server waits for a word of it, those that are
+to wait, one that is to have begun by a time, one that goes before others, those called off."""
 DELAY = 3.0
 DEADLINE = 1.0
 
@@ -156,17 +177,19 @@ class Billing(Actor, namespace="simulated"):
     book: ClassVar[Book]
     charges: ClassVar[Counter[tuple[str, int]]]
 
-    @handler(durable=True, tries=20, backoff=0.5, ack_wait=ACK_WAIT)
+    @handler(durable=True, concurrency=1, tries=20, backoff=0.5, ack_wait=ACK_WAIT)
     async def bill(self, order: Order) -> str:
         key = order.key
         self.book.begin(self, key)
+        is_long = order.number in LONG and self.book.tries[key] == 1
         for part in range(3):
             receipt = await step(f"charge-{part}", self.charge, key, part)
             self.book.came_to(key, part, receipt)
-        await asyncio.sleep(0.4 if order.number != LONG else 2.5 * ACK_WAIT)
+            await asyncio.sleep(2.5 * ACK_WAIT if is_long and part == order.number else 0.1)
         return f"{key} {self.book.tries[key]}"
 
     async def charge(self, key: str, part: int) -> str:
+        self.book.step(self, key, part)
         self.charges[key, part] += 1
         receipt = f"receipt {self.charges[key, part]}"
         await asyncio.sleep(0.3 * self.book.simulation.random.random())
@@ -183,6 +206,9 @@ async def jobs(simulation: Simulation) -> None:
         await simulation.start(Billing)
     client = simulation.client(Billing)
     chance = simulation.random
+    if chance.random() < 0.5:
+        # Nobody has to hear that a job is cancelled.
+        simulation.kit.bus.drop(job_cancel_subject(EndpointName("simulated", "Billing", "bill")))
 
     async def end_of(job: JobHandle[str]) -> str:
         with suppress(Cancelled, DeadlineExceeded):
@@ -196,11 +222,11 @@ async def jobs(simulation: Simulation) -> None:
             client.bill.submit,
             Order(number),
             idempotency_key=key,
-            delay=DELAY if number == DELAYED else 0.0,
+            delay=DELAY if number in DELAYED else 0.0,
             deadline=DEADLINE if number == DUE else None,
             priority=1 if number == URGENT else None,
         )
-        if number == DELAYED:
+        if number in DELAYED:
             book.may_begin[key] = simulation.now + DELAY
         job = await repeated(simulation, submit)
         if number == DUE:
@@ -210,7 +236,7 @@ async def jobs(simulation: Simulation) -> None:
             await asyncio.sleep(2.0 * chance.random())
             was_cancelled = await repeated(simulation, job.cancel)
         end = await end_of(job)
-        book.ended.add(key)
+        book.end(key)
         if was_cancelled:
             assert end.startswith("Cancelled"), f"{key} was cancelled, and ended as {end!r}"
         elif number != DUE and number not in CANCELLED:
@@ -265,14 +291,14 @@ class Clerk(Actor, namespace="simulated"):
 
     book: ClassVar[Book]
 
-    @handler(durable=True, tries=20, backoff=0.5, ack_wait=ACK_WAIT)
+    @handler(durable=True, tries=8, backoff=0.5, ack_wait=ACK_WAIT)
     async def wait(self, order: Waits) -> list[int | None]:
         return await self._carry_out(order)
 
-    @handler(durable=True, tries=20, backoff=0.5, ack_wait=ACK_WAIT, ordered_by="customer")
+    @handler(durable=True, tries=8, backoff=0.5, ack_wait=ACK_WAIT, ordered_by="customer")
     async def wait_in_turn(self, order: Waits) -> list[int | None]:
         earlier = {f"{order.customer}-{number}" for number in range(order.number)}
-        if left := earlier - self.book.over - self.book.ended:
+        if left := earlier - self.book.over - self.book.ended.keys():
             self.book.faults.append(f"{order} began before {left} ended")
         return await self._carry_out(order)
 
@@ -350,14 +376,14 @@ async def waits(simulation: Simulation, in_turn: bool = False) -> None:
                 await pause(key)
                 is_cancelled = await repeated(simulation, job.cancel)
                 if is_cancelled:
-                    book.ended.add(key)
+                    book.end(key)
         try:
             taken = await job.result(timeout=PATIENCE)
         except Cancelled:
-            book.ended.add(key)
+            book.end(key)
             return
         assert not is_cancelled, f"{key} was cancelled, and came to {taken}"
-        book.ended.add(key)
+        book.end(key)
         for name in names:
             came = zip(order.waits, taken, strict=True)
             heard = [value for one, value in came if one.name == name and value is not None]
@@ -408,6 +434,7 @@ class Post(Actor, namespace="simulated"):
         return key
 
     async def stamp(self, key: str) -> int:
+        self.book.step(self, key, "stamp")
         self.stamps[key] += 1
         await asyncio.sleep(0.1)
         return self.stamps[key]
@@ -450,7 +477,7 @@ async def letters(simulation: Simulation) -> None:
             await repeated(simulation, partial(redrive, key))
             with suppress(HandlerError, InvalidRequest):
                 result = await job.result(timeout=PATIENCE)
-        book.ended.add(key)
+        book.end(key)
         assert result == key
         await simulation.over()
         again = await repeated(simulation, submit)

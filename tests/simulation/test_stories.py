@@ -110,6 +110,7 @@ STORIES: Final = {
     ),
     "jobs whose takers are lost": Telling(jobs, LOST, 12, paths=("tries beyond the first",)),
     "waits": Telling(waits, paths=("signals heard again", "tries beyond the first")),
+    "waits whose takers are lost": Telling(waits, LOST, 7),
     "turns": Telling(turns, paths=("tries beyond the first",)),
     "letters": Telling(letters, paths=("repeated", "tries beyond the first")),
     "schedules": Telling(schedules, paths=("tries beyond the first",)),
