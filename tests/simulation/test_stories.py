@@ -113,6 +113,7 @@ STORIES: Final = {
     "waits whose takers are lost": Telling(waits, LOST, 7),
     "turns": Telling(turns, paths=("tries beyond the first",)),
     "letters": Telling(letters, paths=("repeated", "tries beyond the first")),
+    "letters of takers that are lost": Telling(letters, LOST, 12),
     "schedules": Telling(schedules, paths=("tries beyond the first",)),
     "left calls": Telling(left_calls, paths=("left", "cancel")),
     "objects": Telling(objects, NO_INSTANCES, paths=("put cancelled",)),
