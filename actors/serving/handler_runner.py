@@ -217,6 +217,10 @@ class TakingRunner(HandlerRunner):
         """True if it is known that a try of one has begun."""
         return False
 
+    async def _has_ended(self, job_id: str) -> bool:
+        """True if it is known how one ended."""
+        return False
+
     async def _take_no_more(self) -> None:
         if self._taker is not None:
             await self._taker.drain()
@@ -240,6 +244,7 @@ class TakingRunner(HandlerRunner):
             self._taker = taker
             taker.on_dropped = self._note_dropped
             taker.has_begun = self._has_begun
+            taker.has_ended = self._has_ended
             taker.keeps_returns |= self._keeps_returns
             if self._is_draining:
                 await taker.drain()

@@ -161,6 +161,9 @@ class JobRunner(TakingRunner):
     async def _has_begun(self, job_id: str) -> bool:
         return await self._log.has_begun(job_id)
 
+    async def _has_ended(self, job_id: str) -> bool:
+        return await self._log.result(job_id) is not None
+
     def _note_dropped(self, job_id: str, end: JobEnd) -> None:
         """A job left the queue without having begun."""
         if end is JobEnd.EXPIRED:
@@ -192,14 +195,14 @@ class JobRunner(TakingRunner):
         token = job_token(job.job_id)
         may_be_known = self._may_be_known(job, token)
         is_known = may_be_known and await self._is_known(job.job_id)
-        if is_known and await self._has_ended(job):
+        if is_known and await self._has_ended(job.job_id):
             await self._leave_ended(job)
             return
         run = await self._begin(job, is_known=is_known)
         if run is None:
             return
         # An instance that was frozen or cut off meanwhile has answers of before.
-        if may_be_known and job.is_doubtful and await self._has_ended(job):
+        if may_be_known and job.is_doubtful and await self._has_ended(job.job_id):
             await self._leave_ended(job)
             return
         try:
@@ -276,9 +279,6 @@ class JobRunner(TakingRunner):
         for job_id, answer in asked:
             if not answer.done():
                 answer.set_result(job_id in known)
-
-    async def _has_ended(self, job: Job) -> bool:
-        return await self._log.result(job.job_id) is not None
 
     async def _leave_ended(self, job: Job) -> None:
         """Drop a message of a job that has ended elsewhere, and what its tries may have left."""

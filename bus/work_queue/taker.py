@@ -69,7 +69,7 @@ class _Ready(NamedTuple):
     returns: int = 0
 
 
-async def _has_not_begun(_id: str) -> bool:
+async def _has_not(_id: str) -> bool:
     return False
 
 
@@ -283,6 +283,8 @@ class Taker:
         on_change: called when what it holds changes.
         has_begun: asked about a job that was handed out before and whose deadline has passed: one
             that has begun is not dropped. No job has unless given.
+        has_ended: asked about a job that was handed out as often as it may be: of one that has
+            ended only the word to the queue was lost. No job has unless given.
         on_dropped: called with the id of a job that left the queue without having begun, and how.
         keeps_returns: whether deliveries that were given back are kept in the log of the queue's
             jobs, as none of their tries; so where there is one, and always in order.
@@ -301,7 +303,8 @@ class Taker:
             raise ConfigError(f"limit = {limit} is not usable: give 1 to {MAX_LIMIT} jobs")
         self.ended: Counter[JobEnd] = figures.ended
         self.on_change: Callable[[], None] = lambda: None
-        self.has_begun: Callable[[str], Awaitable[bool]] = _has_not_begun
+        self.has_begun: Callable[[str], Awaitable[bool]] = _has_not
+        self.has_ended: Callable[[str], Awaitable[bool]] = _has_not
         self.on_dropped: Callable[[str, JobEnd], None] = lambda _id, _end: None
         self._figures = figures
         self._cancelled = cancelled
@@ -593,9 +596,7 @@ class Taker:
                 # A taker that waits may be cancelled before this one is refused.
                 self._ready.insert(0, ready)
                 break
-            elif disposition.end is JobEnd.EXPIRED and await self._goes_on(
-                ready, disposition.facts
-            ):
+            elif await self._goes_on(ready, disposition):
                 if self._drained or self._places() <= 0:
                     await self._return(ready.delivery, disposition.facts.job_id)
                 else:
@@ -620,19 +621,33 @@ class Taker:
         self._figures.taken(waited if delivery.tries == 1 else None)
         return job
 
-    async def _goes_on(self, ready: _Ready, facts: Facts) -> bool:
-        """True if a job has begun before, which its deadline does not end."""
+    async def _goes_on(self, ready: _Ready, disposition: Disposition) -> bool:
+        """True if a job goes to its taker although its deadline has passed, since it has begun, or
+        its tries are used up, since it has ended."""
+        job_id = disposition.facts.job_id
+        if disposition.reason is DeathReason.TRIES:
+            return await self._has_ended(job_id)
+        if disposition.end is not JobEnd.EXPIRED:
+            return False
         delivery = ready.delivery
         is_first = delivery.tries == 1 and not ready.returns
         message = delivery.message
         if is_first and not is_copy_subject(message.subject) and not goes_on(message):
             return False
         try:
-            return await self.has_begun(facts.job_id)
+            return await self.has_begun(job_id)
         except DynbusError as error:
             # It begins: to drop what has begun loses more than to do what is late.
-            logger.info("job %s of %s is late: %s", facts.job_id, self._jobs.name, error)
+            logger.info("job %s of %s is late: %s", job_id, self._jobs.name, error)
             return True
+
+    async def _has_ended(self, job_id: str) -> bool:
+        try:
+            return await self.has_ended(job_id)
+        except DynbusError as error:
+            # Its letter says that nobody knows: who redrives it looks again.
+            logger.info("how job %s of %s ended is not known: %s", job_id, self._jobs.name, error)
+            return False
 
     async def _read_clock(self) -> None:
         try:

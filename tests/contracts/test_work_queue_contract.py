@@ -408,6 +408,33 @@ async def test_a_job_whose_takers_all_went_silent_is_a_dead_letter_too(
     assert await jobs_left(queue) == 0
 
 
+async def test_a_job_that_ended_in_its_last_try_of_which_no_word_came_is_no_dead_letter(
+    here: Presence, name: EndpointName, bus: Bus
+) -> None:
+    config = QUICK._replace(tries=1)
+    queue = WorkQueue(here, name, config)
+    gone = await presence(bus)
+    await gone.data.background.open()
+    await queue.put(b"", job_id="one")
+    async with WorkQueue(gone, name, config).take() as other:
+        await next_job(other)
+        await gone.data.close()
+
+        async def has_ended(job_id: str) -> bool:
+            return job_id == "one"
+
+        async with queue.take() as taker:
+            taker.has_ended = has_ended
+            with anyio.fail_after(30.0):
+                job = await anext(taker)
+            await job.ack()
+    await gone.close()
+
+    assert (job.job_id, job.tries) == ("one", 2)
+    assert await DeadLetters(here.data.jetstream, name.namespace).find() == []
+    assert await jobs_left(queue) == 0
+
+
 async def test_a_job_that_is_given_back_by_those_who_leave_never_dies_of_it(
     here: Presence, name: EndpointName
 ) -> None:
