@@ -281,10 +281,13 @@ class JobRunner(TakingRunner):
                 answer.set_result(job_id in known)
 
     async def _leave_ended(self, job: Job) -> None:
-        """Drop a message of a job that has ended elsewhere, and what its tries may have left."""
+        """Drop a message of a job that has ended elsewhere, and what its tries may have left, but
+        for one that failed: who redrives it has it go on with that."""
         await job.ack()
-        await self._log.forget_steps(job.job_id)
-        await self._jobs.queue.forget(job.job_id)
+        result = await self._log.result(job.job_id)
+        if result is not None and result.outcome is not Outcome.FAILED:
+            await self._log.forget_steps(job.job_id)
+            await self._jobs.queue.forget(job.job_id)
 
     async def _begin(self, job: Job, *, is_known: bool) -> JobRun | None:
         """Make this message of a job the one that runs it; None where another one does.
