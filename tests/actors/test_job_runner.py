@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -32,8 +32,9 @@ from dynbus import (
 )
 from dynbus.bus.context import current_instance
 from dynbus.bus.memory.bus import MemoryConnection
-from dynbus.bus.transport import ConsumerInfo, NoStream, StoredMessage
-from dynbus.bus.work_queue import JobLog, JobResult, Outcome
+from dynbus.bus.protocol.names import work_stream
+from dynbus.bus.transport import ConsumerInfo, JetStream, NoStream, StoredMessage
+from dynbus.bus.work_queue import DeadLetters, JobLog, JobResult, Outcome
 from dynbus.bus.work_queue.job_stream import JobStream
 from dynbus.testing import TestKit
 
@@ -481,3 +482,57 @@ def test_a_job_that_an_outdated_server_of_a_cluster_does_not_know_is_looked_for_
     else:
         with pytest.raises(NoJob, match="there is no job"):
             on_a_kit(story)
+
+
+class Mill(Actor, namespace="runners"):
+    """Fails after a step, until it is mended."""
+
+    ground: ClassVar[list[str]]
+    is_mended: ClassVar[bool]
+
+    @handler(durable=True, tries=1)
+    async def mill(self, corn: str) -> str:
+        flour = await step("grind", self.grind, corn)
+        if not self.is_mended:
+            raise HandlerError("no sack")
+        return flour
+
+    async def grind(self, corn: str) -> str:
+        self.ground.append(corn)
+        return f"flour of {corn}"
+
+
+def test_a_job_that_failed_for_good_keeps_its_steps_though_its_message_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drop = JobStream.drop
+    ground = Mill.ground = list[str]()
+
+    async def lost(jobs: JobStream, *_: object) -> bool:
+        return True
+
+    async def story(kit: TestKit) -> str:
+        Mill.is_mended = False
+        first = await kit.start(Mill)
+        job = await kit.client(Mill).mill.submit("rye")
+        monkeypatch.setattr(JobStream, "drop", lost)
+        with pytest.raises(HandlerError, match="no sack"):
+            await job.result()
+        monkeypatch.setattr(JobStream, "drop", drop)
+        await kit.kill(first)
+        await kit.start(Mill)
+        js = kit.caller.bus.data.jetstream
+        queue = EndpointName("runners", "Mill", "mill")
+        await eventually(partial(is_empty, js, work_stream(queue)))
+        Mill.is_mended = True
+        letters = DeadLetters(js, "runners")
+        (letter,) = await letters.find()
+        await letters.redrive(letter)
+        return await job.result()
+
+    assert on_a_kit(story) == "flour of rye"
+    assert ground == ["rye"]
+
+
+async def is_empty(js: JetStream, stream: str) -> bool:
+    return (await js.stream_info(stream)).messages == 0
