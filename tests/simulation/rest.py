@@ -14,16 +14,18 @@ from dynbus.testing import Simulation
 REST = 32.0
 """Seconds after the last fault: leases of the dead are over, and what was kept for readers that
 never said that they have it is forgotten."""
+BREATH = 1.0
+"""Seconds after the last call where nothing is lost: readers have said what they have."""
 
 
-async def rest(simulation: Simulation) -> list[ActorInstance]:
-    """Wait until all is healed, and for `REST` seconds more; then nothing may be left.
+async def rest(simulation: Simulation, seconds: float = REST) -> list[ActorInstance]:
+    """Wait until all is healed, and for `seconds` more; then nothing may be left.
 
     Returns:
         The instances that live.
     """
     await simulation.over()
-    await asyncio.sleep(REST)
+    await asyncio.sleep(seconds)
     processes = list(simulation.kit.alive())
     instances = [instance for process in processes for instance in process.instances]
     left = [

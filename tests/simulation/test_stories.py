@@ -17,6 +17,7 @@ from dynbus.testing import Kind, Simulation, simulate
 
 from .caches import caches, elections
 from .durable import events, jobs, letters, schedules, turns, waits
+from .drains import drains
 from .left_calls import left_calls
 from .objects import objects
 from .stories import (
@@ -116,6 +117,7 @@ STORIES: Final = {
     "letters of takers that are lost": Telling(letters, LOST, 12),
     "schedules": Telling(schedules, paths=("tries beyond the first",)),
     "left calls": Telling(left_calls, paths=("left", "cancel")),
+    "drains": Telling(drains, {Kind.LEAVE: 1.0}, 8, paths=("moved stream", "failed: Draining")),
     "objects": Telling(objects, NO_INSTANCES, paths=("put cancelled",)),
     "caches": Telling(caches),
     "elections": Telling(elections, {**LOST, Kind.KILL: 3.0, Kind.LEAVE: 3.0, Kind.SLOW: 1.0}, 12),

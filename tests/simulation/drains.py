@@ -1,0 +1,138 @@
+"""The story of instances that leave one after the other, as in a restart, under calls and streams
+that notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from typing import ClassVar
+
+import anyio
+import msgspec
+
+from dynbus import Actor, DynbusError, call_options, handler
+from dynbus.testing import Simulation
+
+from .rest import BREATH, rest
+from .stories import Items, Reading
+
+INSTANCES = 3
+SAID = 0.2
+"""Seconds after which an instance that leaves has said so to its server."""
+GONE = 5.0
+"""Seconds after which nothing runs there: what goes on elsewhere is handed on, and what does not
+takes no longer."""
+LONG = Items(0, 40, 0.2)
+SHORT = Items(0, 15, 0.1)
+WAIT = 1.0
+"""Seconds for which a call waits for company."""
+
+
+class Leaver(Actor, namespace="simulated"):
+    """Serves until it is told to leave, and notes what is late then."""
+
+    simulation: ClassVar[Simulation]
+    effects: ClassVar[Counter[str]]
+    late: ClassVar[list[str]]
+
+    def _leaving(self) -> float:
+        """Seconds for which the instance has been leaving; 0 while it stays."""
+        for one in self.simulation.troubles:
+            if any(self is each.actor for process in one.processes for each in process.served):
+                return self.simulation.now - one.began
+        return 0.0
+
+    def _begins(self, what: str) -> None:
+        if self._leaving() > SAID:
+            self.late.append(f"{what} began {self._leaving():.2f} s after it was to leave")
+
+    async def on_stop(self) -> None:
+        if self._leaving() > GONE:
+            self.late.append(f"{self.instance_id} left after {self._leaving():.2f} s")
+
+    @handler
+    async def buy(self, key: str) -> str:
+        self._begins(key)
+        self.effects[key] += 1
+        await asyncio.sleep(0.6)
+        return key
+
+    @handler(batch=3, batch_wait=WAIT, concurrency=None)
+    async def together(self, keys: list[str]) -> list[str]:
+        self._begins(f"a batch of {keys}")
+        await asyncio.sleep(0.3)
+        return keys
+
+    @handler(resume="replay", migration_limit=1)
+    async def replayed(self, request: Items) -> AsyncGenerator[int, None]:
+        self._begins("a stream")
+        async for number in request.come():
+            yield number
+
+    @handler(resume="go_on", migration_limit=1)
+    async def resumed(self, request: Items) -> AsyncGenerator[int, None]:
+        self._begins("a stream")
+        async for number in request.come():
+            yield number
+
+    @handler
+    async def listed(self, request: Items) -> AsyncGenerator[int, None]:
+        self._begins("a stream")
+        async for number in request.come():
+            yield number
+
+    @staticmethod
+    def go_on(request: Items, items: Sequence[int]) -> Items | None:
+        start = request.start + len(items)
+        return msgspec.structs.replace(request, start=start) if start < request.end else None
+
+
+async def drains(simulation: Simulation) -> None:
+    """No call and no stream fails while instances leave, however few moves a stream may have, and
+    none of them keeps its instance; once that was to leave nothing begins there: to be told with
+    `Kind.LEAVE`."""
+    Leaver.simulation, late, effects = simulation, list[str](), Counter[str]()
+    Leaver.late, Leaver.effects = late, effects
+    for _ in range(INSTANCES):
+        await simulation.start(Leaver)
+    client = simulation.client(Leaver, wait=10.0, timeout=120.0)
+
+    async def buy(caller: int) -> None:
+        for number in range(5):
+            key = f"{caller}-{number}"
+            assert await client.buy(key) == key
+            assert effects[key] == 1, f"{key} was bought {effects[key]} times"
+            assert await client.together(key) == key
+
+    async def read(caller: int) -> None:
+        way, request = (
+            (client.resumed, LONG),
+            (client.replayed, SHORT),
+            (client.listed, SHORT),
+        )[caller % 3]
+        for _ in range(1 if request is LONG else 3):
+            reading = Reading(simulation, request.end * request.pause)
+            async for item in way(request):
+                reading.item(item)
+            assert reading.count == request.end, f"a stream ended after {reading.count} items"
+
+    async def call_by_name() -> None:
+        for number in range(30):
+            await asyncio.sleep(0.2)
+            known = [one for process in simulation.kit.processes for one in process.served]
+            one, key = known[int(simulation.random.random() * len(known))], f"named {number}"
+            try:
+                with call_options(instance=one.id, retries=0):
+                    assert await client.buy(key) == key
+            except DynbusError as error:
+                assert error.started == bool(effects[key]), f"{key}: {error}"
+
+    async with anyio.create_task_group() as callers:
+        callers.start_soon(call_by_name)
+        for caller in range(2):
+            callers.start_soon(buy, caller)
+        for caller in range(6):
+            callers.start_soon(read, caller)
+    await rest(simulation, BREATH)
+    assert not late, f"of instances that leave: {late}"
