@@ -15,6 +15,7 @@ import pytest
 
 from dynbus.testing import Kind, Simulation, simulate
 
+from .batches import batches
 from .caches import caches, elections
 from .durable import events, jobs, letters, schedules, turns, waits
 from .drains import drains
@@ -117,6 +118,7 @@ STORIES: Final = {
     "letters of takers that are lost": Telling(letters, LOST, 12),
     "schedules": Telling(schedules, paths=("tries beyond the first",)),
     "left calls": Telling(left_calls, paths=("left", "cancel")),
+    "batches": Telling(batches, {}),
     "drains": Telling(drains, {Kind.LEAVE: 1.0}, 8, paths=("moved stream", "failed: Draining")),
     "objects": Telling(objects, NO_INSTANCES, paths=("put cancelled",)),
     "caches": Telling(caches),
