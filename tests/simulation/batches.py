@@ -111,7 +111,7 @@ async def batches(simulation: Simulation) -> None:
             kind, way = int(2 * chance.random()), chance.random()
             timeout = 0.2 + 1.2 * chance.random() if way < 0.3 else TIMEOUT
             patience = 1.5 * chance.random() if way > 0.7 else 2 * TIMEOUT
-            name, seconds = f"{caller}-{number}", 0.1 + chance.random() ** 3
+            name, seconds = f"{caller}-{number}", 0.1 + 2.0 * chance.random() ** 6
             one = Asked(name, kind, simulation.now, timeout, seconds, fails=chance.random() < 0.1)
             with anyio.move_on_after(patience) as scope, call_options(timeout=timeout):
                 try:

@@ -21,6 +21,7 @@ from .durable import events, jobs, letters, schedules, turns, waits
 from .drains import drains
 from .left_calls import left_calls
 from .objects import objects
+from .queues import queues
 from .stories import (
     calls,
     discovery,
@@ -119,6 +120,7 @@ STORIES: Final = {
     "schedules": Telling(schedules, paths=("tries beyond the first",)),
     "left calls": Telling(left_calls, paths=("left", "cancel")),
     "batches": Telling(batches, {}),
+    "queues": Telling(queues, {}, paths=("failed: Overloaded",)),
     "drains": Telling(drains, {Kind.LEAVE: 1.0}, 8, paths=("moved stream", "failed: Draining")),
     "objects": Telling(objects, NO_INSTANCES, paths=("put cancelled",)),
     "caches": Telling(caches),
