@@ -586,15 +586,15 @@ class Ledger:
     ) -> list[Action]:
         """Carry out a heartbeat of a client."""
         actions: list[Action] = []
+        for number, secret in frame.done:
+            writer = client.writer(number) if client is not None else None
+            if client is None or writer is None:
+                # A request that is still on its way, or waits in front of a blocked loop.
+                self._has_memories = True
+                self._refused.add(sender.key, number, secret, now)
+            elif writer.secret == secret:
+                actions += self._release(client, number)
         if client is not None:
-            for number, secret in frame.done:
-                writer = client.writer(number)
-                if writer is None:
-                    # A request that is still on its way, or waits in front of a blocked loop.
-                    self._has_memories = True
-                    self._refused.add(client.key, number, secret, now)
-                elif writer.secret == secret:
-                    actions += self._release(client, number)
             client.missing = _missing(client, frame, now)
             for number, beats in client.missing.items():
                 if beats >= LOST_CANCEL_BEATS:

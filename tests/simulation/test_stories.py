@@ -20,6 +20,7 @@ from .caches import caches, elections
 from .durable import events, jobs, letters, schedules, turns, waits
 from .drains import drains
 from .left_calls import left_calls
+from .lost_words import lost_words
 from .objects import objects
 from .queues import queues
 from .stories import (
@@ -120,6 +121,7 @@ STORIES: Final = {
     "schedules": Telling(schedules, paths=("tries beyond the first",)),
     "left calls": Telling(left_calls, paths=("left", "cancel")),
     "batches": Telling(batches, {}),
+    "lost words": Telling(lost_words, {}, paths=("dropped: refused",)),
     "queues": Telling(queues, {}, paths=("failed: Overloaded",)),
     "drains": Telling(drains, {Kind.LEAVE: 1.0}, 8, paths=("moved stream", "failed: Draining")),
     "objects": Telling(objects, NO_INSTANCES, paths=("put cancelled",)),

@@ -15,7 +15,16 @@ from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import DEFAULT_REPLY_PREFIXES
 from dynbus.bus.protocol.stream_writer import StreamWriter
-from dynbus.bus.protocol.wire import Cancel, Credit, Heartbeat, Open, Ping, Resume, Unknown
+from dynbus.bus.protocol.wire import (
+    Cancel,
+    Credit,
+    Frame,
+    Heartbeat,
+    Open,
+    Ping,
+    Resume,
+    Unknown,
+)
 from dynbus.bus.serving.calls import ServedEndpoint
 from dynbus.bus.serving.ledger import (
     ARRIVAL_GRACE,
@@ -214,12 +223,20 @@ def test_a_request_is_taken_in_once_while_it_runs_and_while_its_result_is_kept()
     assert books.find(2) is books.client()
 
 
-@pytest.mark.parametrize(("kill_after", "begins"), [(-1.0, True), (0.0, False), (1.0, False)])
+@pytest.mark.parametrize(
+    ("said", "begins"),
+    [
+        (Cancel(1, secret_of(1), 1, -1.0), True),
+        (Cancel(1, secret_of(1), 1, 0.0), False),
+        (Cancel(1, secret_of(1), 1, 1.0), False),
+        (Open(1, [], [(1, secret_of(1))]), False),
+    ],
+)
 def test_what_was_said_of_a_request_before_it_came_holds_when_it_comes(
-    kill_after: float, begins: bool
+    said: Frame, begins: bool
 ) -> None:
     books = Books()
-    assert books.hear(Cancel(1, secret_of(1), 1, kill_after)) == []
+    assert books.hear(said) == []
 
     call = books.call(1)
     actions = books.ledger.begin(call)

@@ -1,0 +1,151 @@
+"""The story of calls that are left while their requests are late, and of words about that which are
+lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ClassVar, Final
+
+import anyio
+import msgspec
+
+from dynbus import Actor, DynbusError, call_options, context, depends, handler
+from dynbus.bus.protocol.wire import Cancel, Open, decode_batch
+from dynbus.bus.transport import Message
+from dynbus.testing import Simulation
+
+from .rest import rest
+
+CALLERS = 6
+LATE = 1.5
+"""Seconds by which requests and results of an instance are late at most."""
+SAID = 0.2
+"""Seconds in which an instance hears that a call was left, where that is not lost."""
+BEAT = 0.5
+KILLED = 1.0
+"""Seconds after which a call is killed that was left and goes on."""
+UNLISTED = 2.0 + 2 * 3 * BEAT
+"""Seconds of a call after which it was left for certain that heartbeats do not list: they give a new
+one time, and of any two there is one that is not lost."""
+REST = 4.0
+LOST: Final = ((), (Cancel,), (Cancel, Open))
+"""The words that are lost: each seed has one of these."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """A request that takes `seconds`."""
+
+    name: str
+    seconds: float
+
+
+class Worker(Actor, namespace="simulated"):
+    """Works on, whether or not it is asked to stop, and notes what it should not have done."""
+
+    simulation: ClassVar[Simulation]
+    left: ClassVar[dict[str, float]]
+    lost: ClassVar[tuple[type, ...]]
+    wrong: ClassVar[list[str]]
+
+    @handler
+    async def work(self, task: Task) -> str:
+        if Open not in self.lost:
+            self._check(task.name, "began", self._said)
+        await self._work(task)
+        return task.name
+
+    @handler
+    async def part(self, task: Task) -> str:
+        # What asks it to stop comes at once, and what kills it when its caller is killed.
+        if Open not in self.lost:
+            self._check(task.name, "began", KILLED + 2 * self._said)
+        if not (self.lost or context().is_stopped()):
+            self._check(task.name, "began without a word", 2 * SAID)
+        await self._work(task)
+        return task.name
+
+    @property
+    def _said(self) -> float:
+        return SAID + 2 * BEAT * bool(self.lost)
+
+    def _check(self, name: str, what: str, most: float, since: float = 0.0) -> None:
+        now = self.simulation.now
+        over = now - max(since, self.left.get(name, now))
+        if over > most:
+            self.wrong.append(f"{name} {what} {over:.2f} s after it was left")
+
+    async def _work(self, task: Task) -> None:
+        began = self.simulation.now
+        most = UNLISTED if Open in self.lost else KILLED + 2 * self._said
+        while self.simulation.now < began + task.seconds:
+            await asyncio.sleep(0.1)
+            self._check(task.name, "went on", most, began)
+
+
+class Chief(Actor, namespace="simulated"):
+    """Has others work."""
+
+    worker = depends(Worker)
+
+    @handler
+    async def have_done(self, task: Task) -> str:
+        return await self.worker.part(task)
+
+
+def _losing(lost: tuple[type, ...], chance: Callable[[], float]) -> Callable[[Message], bool]:
+    """The draw that loses every second message which says that calls were left or are over, but no
+    two heartbeats one after the other."""
+    last: dict[str, int] = {}
+
+    def lose(message: Message) -> bool:
+        batch = decode_batch(message.data)
+        for frame in batch.frames if batch is not None else ():
+            if not isinstance(frame, lost):
+                continue
+            if isinstance(frame, Cancel):
+                return chance() < 0.5
+            if isinstance(frame, Open) and frame.done:
+                if last.get(message.reply, 0) < frame.beat - 1 and chance() < 0.5:
+                    last[message.reply] = frame.beat
+                    return True
+        return False
+
+    return lose
+
+
+async def lost_words(simulation: Simulation) -> None:
+    """A call that is left before it comes does not begin, and one that runs ends soon, with what it
+    called, however late its request was and whatever word of it is lost: to be told with an empty
+    plan."""
+    chance = simulation.random
+    Worker.simulation, Worker.lost = simulation, LOST[int(len(LOST) * chance.random())]
+    wrong = Worker.wrong = []
+    left = Worker.left = dict[str, float]()
+    for _ in range(2):
+        instance = await simulation.start(Worker)
+        process = simulation.kit.process_of(instance.actor.runtime)
+        process.data.way = lambda: LATE * chance.random() ** 2
+    await simulation.start(Chief)
+    worker = simulation.client(Worker, timeout=30.0)
+    chief = simulation.client(Chief, timeout=30.0)
+
+    async def call(caller: int) -> None:
+        for number in range(6):
+            task = Task(f"{caller}-{number}", 20.0 * chance.random() ** 3)
+            method = (worker.work, chief.have_done)[(caller + number) % 2]
+            patience = 2.5 * chance.random() ** 2
+            with suppress(DynbusError), anyio.move_on_after(patience) as scope:
+                with call_options(retries=0):
+                    assert await method(task) == task.name
+            if scope.cancelled_caught:
+                left[task.name] = simulation.now
+                await asyncio.sleep(chance.random())
+
+    with simulation.kit.bus.drop("simulated.*._ctl.*", when=_losing(Worker.lost, chance.random)):
+        async with anyio.create_task_group() as callers:
+            for caller in range(CALLERS):
+                callers.start_soon(call, caller)
+    await rest(simulation, REST)
+    assert not wrong, f"calls that were left: {wrong}"
