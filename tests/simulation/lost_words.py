@@ -27,8 +27,8 @@ BEAT = 0.5
 KILLED = 1.0
 """Seconds after which a call is killed that was left and goes on."""
 UNLISTED = 2.0 + 2 * 3 * BEAT
-"""Seconds of a call after which it was left for certain that heartbeats do not list: they give a new
-one time, and of any two there is one that is not lost."""
+"""Seconds for which a call goes on that heartbeats do not list: they give a new one time, and every
+second one at least is not lost."""
 REST = 4.0
 LOST: Final = ((), (Cancel,), (Cancel, Open))
 """The words that are lost: each seed has one of these."""
@@ -106,10 +106,9 @@ def _losing(lost: tuple[type, ...], chance: Callable[[], float]) -> Callable[[Me
                 continue
             if isinstance(frame, Cancel):
                 return chance() < 0.5
-            if isinstance(frame, Open) and frame.done:
-                if last.get(message.reply, 0) < frame.beat - 1 and chance() < 0.5:
-                    last[message.reply] = frame.beat
-                    return True
+            if isinstance(frame, Open) and frame.done and last.get(message.reply) != frame.beat - 1:
+                last[message.reply] = frame.beat
+                return chance() < 0.5
         return False
 
     return lose
@@ -136,9 +135,9 @@ async def lost_words(simulation: Simulation) -> None:
             task = Task(f"{caller}-{number}", 20.0 * chance.random() ** 3)
             method = (worker.work, chief.have_done)[(caller + number) % 2]
             patience = 2.5 * chance.random() ** 2
-            with suppress(DynbusError), anyio.move_on_after(patience) as scope:
-                with call_options(retries=0):
-                    assert await method(task) == task.name
+            once = call_options(retries=0)
+            with suppress(DynbusError), anyio.move_on_after(patience) as scope, once:
+                assert await method(task) == task.name
             if scope.cancelled_caught:
                 left[task.name] = simulation.now
                 await asyncio.sleep(chance.random())

@@ -90,6 +90,9 @@ STORIES: Final = {
             "unknown",
         ),
     ),
+    "calls over late links": Telling(
+        calls, {Kind.LATE: 2.0, Kind.LOSS: 1.0}, 10, paths=("dropped: refused",)
+    ),
     "streams": Telling(
         streams,
         paths=(
