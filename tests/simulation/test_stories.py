@@ -16,6 +16,7 @@ import pytest
 from dynbus.testing import Kind, Simulation, simulate
 
 from .batches import batches
+from .broken_links import broken_links
 from .caches import caches, elections
 from .durable import events, jobs, letters, schedules, turns, waits
 from .drains import drains
@@ -111,6 +112,7 @@ STORIES: Final = {
         split_streams, {Kind.SPLIT: 1.0}, paths=("moved stream", "listed: StreamLost")
     ),
     "interrupted streams": Telling(interrupted_streams, {Kind.SERVER: 1.0}, paths=("resume",)),
+    "broken links": Telling(broken_links, {}, paths=("resume",)),
     "jobs": Telling(
         jobs,
         paths=(TAKEN_FOR_DEAD, "repeated", "tries beyond the first", "steps begun again"),
