@@ -41,7 +41,7 @@ class Wanted(msgspec.Struct, frozen=True):
     large: int = 0
 
     def item(self, number: int) -> str:
-        return f"{self.name} {number} ".ljust(self.large if number % 5 == 2 else 0, "x")
+        return f"{self.name} {number} ".ljust(self.large if number % 2 else 0, "x")
 
 
 class Source(Actor, namespace="simulated"):

@@ -22,6 +22,7 @@ from .durable import events, jobs, letters, schedules, turns, waits
 from .drains import drains
 from .left_calls import left_calls
 from .lost_words import lost_words
+from .moves import moves
 from .objects import objects
 from .queues import queues
 from .stories import (
@@ -127,6 +128,7 @@ STORIES: Final = {
     "left calls": Telling(left_calls, paths=("left", "cancel")),
     "batches": Telling(batches, {}),
     "lost words": Telling(lost_words, {}, paths=("dropped: refused",)),
+    "moves": Telling(moves, {Kind.KILL: 1.0}, 12, paths=("lost", "moved stream")),
     "queues": Telling(queues, {}, paths=("failed: Overloaded",)),
     "drains": Telling(drains, {Kind.LEAVE: 1.0}, 8, paths=("moved stream", "failed: Draining")),
     "objects": Telling(objects, NO_INSTANCES, paths=("put cancelled",)),

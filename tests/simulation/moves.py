@@ -1,0 +1,79 @@
+"""The story of many streams that lose their instances at once, again and again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import ClassVar
+
+import anyio
+import msgspec
+
+from dynbus import Actor, StreamLost, call_options, context, handler
+from dynbus.testing import Simulation
+
+from .rest import rest
+from .stories import Items, Reading
+
+INSTANCES = 2
+STREAMS = 20
+"""More than may be on their way to one instance at a time."""
+LIMIT = 2
+FIRST = 0.5
+"""Seconds to a first item."""
+
+
+class Mover(Actor, namespace="simulated"):
+    """Begins slowly, and notes how often each stream has begun."""
+
+    begun: ClassVar[Counter[str]]
+
+    @handler(resume="go_on", migration_limit=LIMIT)
+    async def resumed(self, request: Items) -> AsyncGenerator[int, None]:
+        self.begun[context().id] += 1
+        await asyncio.sleep(FIRST)
+        async for number in request.come():
+            yield number
+
+    @staticmethod
+    def go_on(request: Items, items: Sequence[int]) -> Items | None:
+        start = request.start + len(items)
+        return msgspec.structs.replace(request, start=start) if start < request.end else None
+
+
+async def moves(simulation: Simulation) -> None:
+    """A stream moves as often as it may, and is lost where it would have to once more; none keeps a
+    place in the line of those that move: to be told with `Kind.KILL`."""
+    begun = Mover.begun = Counter()
+    for _ in range(INSTANCES):
+        await simulation.start(Mover)
+    client = simulation.client(Mover, wait=30.0, timeout=60.0)
+    chance = simulation.random
+
+    async def read(caller: int) -> None:
+        name, began = f"stream-{caller}", simulation.now
+        patience = 8.0 * chance.random() if chance.random() < 0.4 else 60.0
+        lost, request = False, Items(0, 18, 0.2)
+        reading = Reading(simulation, request.pause + FIRST)
+        with call_options(request_id=name), anyio.move_on_after(patience) as scope:
+            try:
+                async with aclosing(client.resumed(request)) as items:
+                    async for item in items:
+                        reading.item(item)
+            except StreamLost:
+                lost = True
+        assert begun[name] <= LIMIT + 1, f"{name} began {begun[name]} times"
+        if lost:
+            kills = sum(one.began >= began for one in simulation.troubles)
+            assert kills > LIMIT, f"{name} was lost by {kills} kills"
+            simulation.counts["lost"] += 1
+        elif not scope.cancelled_caught:
+            assert reading.count == request.end, f"{name} ended after {reading.count} items"
+
+    async with anyio.create_task_group() as callers:
+        for caller in range(STREAMS):
+            callers.start_soon(read, caller)
+            await asyncio.sleep(0.2 * chance.random())
+    await rest(simulation)
