@@ -375,6 +375,7 @@ class MemoryConnection(WatchedConnection):
         self._context = contextvars.copy_context()
         self._kept_away = False
         self._partitioned = False
+        self._deaf = False
         self._subscriptions: dict[int, MemorySubscription] = {}
         self._outbound: deque[tuple[int, Callable[[], None]]] = deque()
         self._inbound: deque[Callable[[], None]] = deque()
@@ -560,6 +561,12 @@ class MemoryConnection(WatchedConnection):
             self._schedule_flush()
             self._schedule_drain()
 
+    def deafen(self, deaf: bool) -> None:
+        """Let nothing come over the link, while what is sent goes, or let come what it holds."""
+        self._deaf = deaf
+        if not deaf:
+            self._schedule_drain()
+
     def take_unsent(self) -> list[Callable[[], None]]:
         """Take away what is on its way to the server, in its order."""
         unsent = [command for _, command in self._outbound]
@@ -647,7 +654,7 @@ class MemoryConnection(WatchedConnection):
 
     def _drain(self) -> None:
         self._drain_scheduled = False
-        if self._partitioned:
+        if self._partitioned or self._deaf:
             return
         for _ in range(len(self._inbound)):
             # A callback may break or close the connection, which loses the rest.

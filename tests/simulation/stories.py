@@ -235,6 +235,10 @@ async def interrupted_streams(simulation: Simulation) -> None:
 MOST_STILL = 0.8
 MOST_CUT_OFF = 0.5
 """Seconds of a hiccup, with which no heartbeat is due for as long as it takes."""
+MOST_DEAF = 3.0
+"""Seconds for which nothing comes over a control link: what is sent over it arrives."""
+SETTLED = 5.0
+"""Seconds after which all who are there may be chosen again, where none was away for long."""
 
 
 async def light_load(simulation: Simulation, slow: str = "") -> None:
@@ -261,19 +265,27 @@ async def interrupted_calls(simulation: Simulation) -> None:
 
 
 async def hiccups(simulation: Simulation) -> None:
-    """No call fails where a process now and then stands still, or is cut off, for less time than it
-    takes to count as dead: to be told with an empty plan."""
+    """No call fails where a process now and then stands still, is cut off or does not hear others,
+    for less time than it takes to count as dead: to be told with an empty plan."""
+    effects = await _open_shop(simulation)
+    client = simulation.client(Shop)
     chance = simulation.random
 
+    done = asyncio.Event()
+
     async def disturb() -> None:
-        while True:
-            await asyncio.sleep(2.0 + 3.0 * chance.random())
+        while not done.is_set():
+            await asyncio.sleep(1.0 + 2.0 * chance.random())
             processes = list(simulation.kit.alive())
-            one = processes[int(chance.random() * len(processes))]
-            if chance.random() < 0.5 and one.instances:
+            one, way = processes[int(chance.random() * len(processes))], chance.random()
+            if way < 0.3 and one.instances:
                 one.freeze()
                 await asyncio.sleep(MOST_STILL * chance.random())
                 one.thaw()
+            elif way < 0.6:
+                one.control.deafen(True)
+                await asyncio.sleep(MOST_DEAF * chance.random())
+                one.control.deafen(False)
             else:
                 for connection in one.connections:
                     connection.disconnect()
@@ -281,9 +293,20 @@ async def hiccups(simulation: Simulation) -> None:
                 for connection in one.connections:
                     connection.reconnect()
 
-    disturbing = asyncio.ensure_future(disturb())
-    await light_load(simulation, SLOW)
-    disturbing.cancel()
+    async def call(caller: int) -> None:
+        for number in range(5):
+            seconds, key = 1.0 + 3.0 * chance.random(), f"{caller}-{number}{SLOW}"
+            assert await client.rest(seconds) == seconds
+            assert await client.buy(key) == key
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(disturb)
+        async with anyio.create_task_group() as callers:
+            for caller in range(CALLERS):
+                callers.start_soon(call, caller)
+        done.set()
+    await rest(simulation, SETTLED)
+    assert set(effects.values()) == {1}
 
 
 async def discovery(simulation: Simulation) -> None:
