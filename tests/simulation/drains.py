@@ -12,6 +12,7 @@ import anyio
 import msgspec
 
 from dynbus import Actor, DynbusError, call_options, handler
+from dynbus.bus.transport import Message
 from dynbus.testing import Simulation
 
 from .rest import BREATH, rest
@@ -118,9 +119,12 @@ async def drains(simulation: Simulation) -> None:
             assert reading.count == request.end, f"a stream ended after {reading.count} items"
 
     async def call_by_name() -> None:
-        for number in range(30):
-            await asyncio.sleep(0.2)
-            known = [one for process in simulation.kit.processes for one in process.served]
+        for number in range(60):
+            await asyncio.sleep(0.2 * simulation.random.random())
+            processes = simulation.kit.processes
+            if simulation.troubles and simulation.random.random() < 0.8:
+                processes = list(simulation.troubles[-1].processes)
+            known = [one for process in processes for one in process.served]
             one, key = known[int(simulation.random.random() * len(known))], f"named {number}"
             bought = 1
             try:
@@ -130,8 +134,21 @@ async def drains(simulation: Simulation) -> None:
                 bought = int(error.started)
             assert effects[key] == bought, f"{key} was bought {effects[key]} times, not {bought}"
 
+    async def call_plainly() -> None:
+        answers = asyncio.Queue[Message]()
+        data = simulation.kit.caller.bus.data
+        data.subscribe("_INBOX.plain", answers.put_nowait)
+        for number in range(10):
+            key = f"plain {number}"
+            data.publish("simulated.Leaver.buy", f'"{key}"'.encode(), reply="_INBOX.plain")
+            answer = await asyncio.wait_for(answers.get(), GONE)
+            if not answer.found_nobody:
+                assert (answer.data, answer.headers) == (f'"{key}"'.encode(), b""), f"{answer}"
+            await asyncio.sleep(0.2)
+
     async with anyio.create_task_group() as callers:
         callers.start_soon(call_by_name)
+        callers.start_soon(call_plainly)
         for caller in range(2):
             callers.start_soon(buy, caller)
         for caller in range(6):
