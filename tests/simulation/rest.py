@@ -38,6 +38,8 @@ async def rest(simulation: Simulation, seconds: float = REST) -> list[ActorInsta
         alive = {instance.id for instance in instances if instance.name[:2] == component}
         chosen = {one.id for one in view.instances(*component, simulation.now)}
         assert chosen == alive, f"{sorted(alive)} live, {sorted(chosen)} may be chosen"
+        known = {one.id for one in view.everything() if one.record.name[:2] == component}
+        assert known == alive, f"{sorted(alive)} live, {sorted(known)} are known"
     return instances
 
 

@@ -359,6 +359,25 @@ async def test_a_short_partition_delays_and_loses_nothing() -> None:
     assert sorted(heard.data) == ["from the far side", "to the far side"]
 
 
+async def test_a_deaf_connection_is_heard_and_hears_later() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = {each: Heard() for each in (one, two)}
+    for each in (one, two):
+        each.subscribe("a", heard[each])
+        await settled(each)
+
+    one.deafen(True)
+    one.publish("a", b"from the deaf one")
+    await settled(two)
+    during = {each: list(heard[each].data) for each in (one, two)}
+    one.deafen(False)
+    await settled(one)
+
+    assert during == {one: [], two: ["from the deaf one"]}
+    assert heard[one].data == ["from the deaf one"]
+
+
 async def test_a_long_partition_is_noticed_and_ends_in_a_reconnect() -> None:
     bus = MemoryBus()
     one, two = await pair(bus)
