@@ -26,20 +26,25 @@ async def rest(simulation: Simulation, seconds: float = REST) -> list[ActorInsta
     """
     await simulation.over()
     await asyncio.sleep(seconds)
-    processes = list(simulation.kit.alive())
-    instances = [instance for process in processes for instance in process.instances]
+    instances = known(simulation)
     left = [
-        *(one for process in processes for one in _left_in(process.runtime)),
+        *(one for process in simulation.kit.alive() for one in _left_in(process.runtime)),
         *(one for instance in instances for one in _left_at(instance)),
     ]
     assert not left, f"when all rests there are {left}"
+    return instances
+
+
+def known(simulation: Simulation) -> list[ActorInstance]:
+    """The instances that live, which are all that the caller knows, and may choose."""
+    instances = [one for process in simulation.kit.alive() for one in process.instances]
     view = simulation.kit.caller.discovery.view
     for component in {instance.name[:2] for instance in instances}:
         alive = {instance.id for instance in instances if instance.name[:2] == component}
         chosen = {one.id for one in view.instances(*component, simulation.now)}
         assert chosen == alive, f"{sorted(alive)} live, {sorted(chosen)} may be chosen"
-        known = {one.id for one in view.everything() if one.record.name[:2] == component}
-        assert known == alive, f"{sorted(alive)} live, {sorted(known)} are known"
+        ids = {one.id for one in view.everything() if one.record.name[:2] == component}
+        assert ids == alive, f"{sorted(alive)} live, {sorted(ids)} are known"
     return instances
 
 

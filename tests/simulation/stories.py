@@ -22,7 +22,7 @@ from dynbus import (
 )
 from dynbus.testing import Kind, Simulation
 
-from .rest import rest
+from .rest import known, rest
 
 T = TypeVar("T")
 
@@ -309,14 +309,35 @@ async def hiccups(simulation: Simulation) -> None:
     assert set(effects.values()) == {1}
 
 
+async def returns(simulation: Simulation) -> None:
+    """Who was away for less time than a lease may be chosen again soon, and answers: to be told
+    without faults that end processes."""
+    await _open_shop(simulation)
+    client = simulation.client(Shop, wait=20.0, retries=30, timeout=40.0)
+
+    async def read(caller: int) -> None:
+        for number in range(25):
+            assert await client.read(number) == number + 1
+            await asyncio.sleep(0.6 * simulation.random.random())
+
+    async with anyio.create_task_group() as callers:
+        for caller in range(CALLERS):
+            callers.start_soon(read, caller)
+    await simulation.over()
+    await asyncio.sleep(SETTLED)
+    for instance in known(simulation):
+        with call_options(instance=instance.id, retries=0):
+            assert await client.read(1) == 2
+
+
 async def discovery(simulation: Simulation) -> None:
     """When all is healed, the caller knows the instances that live, and no others."""
     await _open_shop(simulation)
     await simulation.over()
     await asyncio.sleep(40.0)
     alive = {instance.id for one in simulation.kit.alive() for instance in one.instances}
-    known = set(simulation.kit.caller.instance_ids(Shop))
-    assert known == alive, f"known are {sorted(known)}, alive are {sorted(alive)}"
+    ids = set(simulation.kit.caller.instance_ids(Shop))
+    assert ids == alive, f"known are {sorted(ids)}, alive are {sorted(alive)}"
     client = simulation.client(Shop, timeout=5.0)
     with call_options(retries=0):
         for number in range(2 * INSTANCES):

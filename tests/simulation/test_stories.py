@@ -34,6 +34,8 @@ from .stories import (
     levels,
     light_load,
     long_calls,
+    returns,
+    signals,
     split_streams,
     streams,
 )
@@ -71,6 +73,9 @@ TAKEN_FOR_DEAD: Final = "log: %r was taken for dead: others may have its jobs"
 
 LOST: Final = {Kind.KILL: 2.0, Kind.FREEZE: 1.0, Kind.CUT: 1.0}
 """What processes alone meet, and more of it: for promises about two that do the same."""
+
+AWAY: Final = {Kind.FREEZE: 2.0, Kind.CUT: 1.0, Kind.CUT_SOME: 1.0, Kind.SILENCE: 1.0}
+"""What keeps processes away for a while, and ends none."""
 
 NO_INSTANCES: Final[Mapping[Kind, float]] = {
     kind: 1.0 for kind in Kind if kind not in (Kind.KILL, Kind.FREEZE, Kind.LEAVE, Kind.DISK)
@@ -142,6 +147,7 @@ STORIES: Final = {
     "light load": Telling(light_load, {}),
     "interrupted calls": Telling(interrupted_calls, {Kind.SERVER: 1.0}),
     "hiccups": Telling(hiccups, {}, paths=("resume",)),
+    "returns": Telling(returns, AWAY, 8, paths=(GONE,)),
     "levels": Telling(levels, {Kind.KILL: 1.0}, 12, paths=("moved stream",)),
     "long calls": Telling(long_calls, {Kind.LATE: 1.0}, paths=("dropped: stale",)),
 }
