@@ -42,7 +42,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Worker(Actor, namespace="simulated"):
-    """Works on, whether or not it is asked to stop, and notes what it should not have done."""
+    """Works on, in parts until it is asked to stop, and notes what it should not have done."""
 
     simulation: ClassVar[Simulation]
     left: ClassVar[dict[str, float]]
@@ -58,12 +58,10 @@ class Worker(Actor, namespace="simulated"):
 
     @handler
     async def part(self, task: Task) -> str:
-        # What asks it to stop comes at once, and what kills it when its caller is killed.
+        # What kills it comes when its caller is killed; what asks it to stop comes at once.
         if Open not in self.lost:
             self._check(task.name, "began", KILLED + 2 * self._said)
-        if not (self.lost or context().is_stopped()):
-            self._check(task.name, "began without a word", 2 * SAID)
-        await self._work(task)
+        await self._work(task, heeds=True)
         return task.name
 
     @property
@@ -76,10 +74,12 @@ class Worker(Actor, namespace="simulated"):
         if over > most:
             self.wrong.append(f"{name} {what} {over:.2f} s after it was left")
 
-    async def _work(self, task: Task) -> None:
+    async def _work(self, task: Task, *, heeds: bool = False) -> None:
         began = self.simulation.now
         most = UNLISTED if Open in self.lost else KILLED + 2 * self._said
-        while self.simulation.now < began + task.seconds:
+        if heeds and not self.lost:
+            most = 2 * SAID
+        while self.simulation.now < began + task.seconds and not (heeds and context().is_stopped()):
             await asyncio.sleep(0.1)
             self._check(task.name, "went on", most, began)
 
@@ -91,7 +91,10 @@ class Chief(Actor, namespace="simulated"):
 
     @handler
     async def have_done(self, task: Task) -> str:
-        return await self.worker.part(task)
+        # The second one may begin when it was asked to stop.
+        half = msgspec.structs.replace(task, seconds=task.seconds / 2)
+        await self.worker.part(half)
+        return await self.worker.part(half)
 
 
 def _losing(lost: tuple[type, ...], chance: Callable[[], float]) -> Callable[[Message], bool]:
