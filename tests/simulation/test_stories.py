@@ -25,6 +25,7 @@ from .lost_words import lost_words
 from .moves import moves
 from .objects import objects
 from .queues import queues
+from .slow_readers import SETTINGS, slow_readers
 from .stories import (
     calls,
     discovery,
@@ -119,6 +120,7 @@ STORIES: Final = {
     ),
     "interrupted streams": Telling(interrupted_streams, {Kind.SERVER: 1.0}, paths=("resume",)),
     "broken links": Telling(broken_links, {}, paths=("resume",)),
+    "slow readers": Telling(slow_readers, {}, paths=("failed: ReaderStalled",), settings=SETTINGS),
     "jobs": Telling(
         jobs,
         paths=(TAKEN_FOR_DEAD, "repeated", "tries beyond the first", "steps begun again"),
