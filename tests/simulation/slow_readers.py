@@ -81,8 +81,7 @@ async def slow_readers(simulation: Simulation) -> None:
             # Its writer goes on for a while, as there is room.
             await asyncio.sleep(2 * STALL)
             with pytest.raises(ReaderStalled):
-                async for _ in items:
-                    count += 1
+                count += len([item async for item in items])
 
     async def see_dry_up(client: Fountain) -> None:
         came, ended = list[float](), False

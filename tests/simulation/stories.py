@@ -330,6 +330,39 @@ async def returns(simulation: Simulation) -> None:
             assert await client.read(1) == 2
 
 
+NOTICED = 2.5
+"""Seconds after which callers know of an instance that it stands still."""
+
+
+async def avoided(simulation: Simulation) -> None:
+    """Calls keep their pace while an instance stands still that was found to do so, and go there
+    again when it does not any more: to be told with an empty plan."""
+    await _open_shop(simulation)
+    client = simulation.client(Shop)
+    process = next(one for one in simulation.kit.alive() if one.instances)
+    slow: list[str] = []
+
+    async def read(caller: int) -> None:
+        for number in range(50):
+            began = simulation.now
+            assert await client.read(number) == number + 1
+            if frozen_at + NOTICED < began < frozen_at + 3 * NOTICED and simulation.now > began + 1:
+                slow.append(f"{simulation.now - began:.2f} s, from {began - frozen_at:.2f} s on")
+            await asyncio.sleep(0.3 * simulation.random.random())
+
+    frozen_at = simulation.now + simulation.random.random()
+    async with anyio.create_task_group() as callers:
+        for caller in range(CALLERS):
+            callers.start_soon(read, caller)
+        await asyncio.sleep(frozen_at - simulation.now)
+        process.freeze()
+        await asyncio.sleep(3 * NOTICED)
+        process.thaw()
+        await asyncio.sleep(SETTLED)
+        known(simulation)
+    assert not slow, f"calls beside an instance that stands still took {slow}"
+
+
 async def discovery(simulation: Simulation) -> None:
     """When all is healed, the caller knows the instances that live, and no others."""
     await _open_shop(simulation)

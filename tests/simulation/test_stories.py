@@ -27,6 +27,7 @@ from .objects import objects
 from .queues import queues
 from .slow_readers import SETTINGS, slow_readers
 from .stories import (
+    avoided,
     calls,
     discovery,
     hiccups,
@@ -149,6 +150,7 @@ STORIES: Final = {
     "light load": Telling(light_load, {}),
     "interrupted calls": Telling(interrupted_calls, {Kind.SERVER: 1.0}),
     "hiccups": Telling(hiccups, {}, paths=("resume",)),
+    "avoided": Telling(avoided, {}, paths=(GONE,)),
     "returns": Telling(returns, AWAY, 8, paths=(GONE,)),
     "levels": Telling(levels, {Kind.KILL: 1.0}, 12, paths=("moved stream",)),
     "long calls": Telling(long_calls, {Kind.LATE: 1.0}, paths=("dropped: stale",)),
