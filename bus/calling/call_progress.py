@@ -37,6 +37,7 @@ class CallProgress:
     """
 
     __slots__ = (
+        "_asked_at",
         "_behind_at",
         "_behind_from",
         "_idle_at",
@@ -60,6 +61,7 @@ class CallProgress:
         self.reader = StreamReader(window=window, max_item_bytes=max_item_bytes)
         self.error: DynbusError | None = None
         self._missed = 0
+        self._asked_at = -1
         self._behind_at = -1
         self._behind_from = -1
         self.behind_since = math.inf
@@ -87,7 +89,7 @@ class CallProgress:
         position = self.reader.next_sequence
         if sent is not None and sent <= position:
             self._missed = 0
-            self._behind_at = -1
+            self._asked_at = self._behind_at = -1
             self.behind_since = math.inf
             return self._repeated_credit()
         if sent is None:
@@ -100,6 +102,7 @@ class CallProgress:
         if self._missed < 2:
             return None
         self._missed = 0
+        self._asked_at = position
         return self.resume_frame(now)
 
     def is_stalled(self, now: float, heard_at: float) -> bool:
@@ -122,9 +125,9 @@ class CallProgress:
         Every frame behind a gap says so; one question per position is enough, and a lost
         question is asked again at the next heartbeats.
         """
-        if self._behind_at == self.reader.next_sequence:
+        if self._asked_at == self.reader.next_sequence:
             return None
-        self._behind_at = self.reader.next_sequence
+        self._asked_at = self.reader.next_sequence
         return self.resume_frame(now)
 
     def resume_frame(self, now: float) -> Resume:

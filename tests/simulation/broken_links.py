@@ -149,16 +149,21 @@ async def broken_links(simulation: Simulation) -> None:
     async def read(caller: int) -> None:
         wanted = (
             Wanted(f"fast {caller}", 200, 0.02),
-            Wanted(f"slow {caller}", 8, 0.7),
+            Wanted(f"slow {caller}", 6, 1.2),
             Wanted(f"large {caller}", 20, 0.1, LARGEST),
         )[kinds[caller % len(kinds)]]
         count = 0
+
+        def in_time() -> None:
+            late = simulation.now - max(given[wanted.name][count - 1], disturbed.since)
+            assert late < most, f"what follows {count} items of {wanted} was {late:.2f} s late"
+
         async for item in client.stream(wanted):
             assert item == wanted.item(count), f"after {count} items of {wanted} came {item[:20]}"
-            late = simulation.now - max(given[wanted.name][count], disturbed.since)
-            assert late < most, f"item {count} of {wanted} was {late:.2f} s late"
             count += 1
+            in_time()
         assert count == wanted.items, f"{wanted} ended after {count} items"
+        in_time()
 
     async def call(caller: int) -> None:
         for number in range(20):

@@ -71,6 +71,16 @@ def test_a_gap_is_asked_about_once_for_each_position() -> None:
     assert call.ask_once(12.0) == asked(call, 1, 2.0)
 
 
+def test_a_gap_of_which_a_heartbeat_told_is_asked_about_at_once() -> None:
+    call = progress()
+
+    told = call.compare(2, 11.0)
+
+    assert told is None
+    assert call.ask_once(11.5) == asked(call, 0, 1.5)
+    assert call.ask_once(11.5) is None
+
+
 def test_credit_is_granted_when_half_of_the_window_has_been_read() -> None:
     call = progress(b"x" * WINDOW)
 
