@@ -13,6 +13,7 @@ import msgspec
 
 from dynbus import Actor, handler
 from dynbus.bus.memory.bus import MemoryConnection
+from dynbus.bus.protocol.wire import Cancel, Heartbeat, Open, decode_batch
 from dynbus.bus.transport import Message
 from dynbus.testing import Simulation
 
@@ -28,7 +29,9 @@ AT_ONCE = 0.3
 """Seconds after which what was lost is there once the links are back, before any heartbeat."""
 ASKED = 2.0
 """Seconds after which it is there where questions for it are lost, too."""
-RESULTS = "_R.*.*.f"
+SHARE_LOST = 0.2
+STREAM_WINDOW = 30_000
+"""Bytes, of three large items or so."""
 REST = 4.0
 
 
@@ -115,14 +118,23 @@ class Disturbed:
         link.reconnect()
 
     async def _lose(self) -> None:
-        """Results are lost, now and then, while a link is slow."""
+        """Results are lost now and then, and what is said to go on with them, while a link is
+        slow."""
         self.since = math.inf
         processes = list(self._simulation.kit.alive())
         link = processes[int(self._chance.random() * len(processes))].data
         before, link.way = link.way, lambda: 0.2 * self._chance.random()
-        with self._simulation.kit.bus.drop(RESULTS, when=lambda _: self._chance.random() < 0.2):
+        with self._simulation.kit.bus.drop(">", when=self._is_lost):
             await asyncio.sleep(2 * MOST_AWAY * self._chance.random())
         link.way = before
+
+    def _is_lost(self, message: Message) -> bool:
+        batch = None if message.headers else decode_batch(message.data)
+        return (
+            batch is not None
+            and not any(isinstance(frame, Open | Heartbeat | Cancel) for frame in batch.frames)
+            and self._chance.random() < SHARE_LOST
+        )
 
 
 async def broken_links(simulation: Simulation) -> None:

@@ -16,7 +16,7 @@ import pytest
 from dynbus.testing import Kind, Simulation, simulate
 
 from .batches import batches
-from .broken_links import broken_links
+from .broken_links import STREAM_WINDOW, broken_links
 from .caches import caches, elections
 from .durable import events, jobs, letters, schedules, turns, waits
 from .drains import drains
@@ -120,7 +120,9 @@ STORIES: Final = {
         split_streams, {Kind.SPLIT: 1.0}, paths=("moved stream", "listed: StreamLost")
     ),
     "interrupted streams": Telling(interrupted_streams, {Kind.SERVER: 1.0}, paths=("resume",)),
-    "broken links": Telling(broken_links, {}, paths=("resume",)),
+    "broken links": Telling(
+        broken_links, {}, paths=("resume",), settings={"stream_window": STREAM_WINDOW}
+    ),
     "slow readers": Telling(slow_readers, {}, paths=("failed: ReaderStalled",), settings=SETTINGS),
     "jobs": Telling(
         jobs,
