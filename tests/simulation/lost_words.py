@@ -4,6 +4,7 @@ lost."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar, Final
@@ -151,3 +152,51 @@ async def lost_words(simulation: Simulation) -> None:
                 callers.start_soon(call, caller)
     await rest(simulation, REST)
     assert not wrong, f"calls that were left: {wrong}"
+
+
+class Seller(Actor, namespace="simulated"):
+    """Notes each effect."""
+
+    sold: ClassVar[Counter[str]]
+
+    @handler
+    async def sell(self, key: str) -> str:
+        self.sold[key] += 1
+        await asyncio.sleep(0.2)
+        return key
+
+
+async def late_requests(simulation: Simulation) -> None:
+    """A request that comes after its instance has said that it never did has no effect, whatever
+    word of its caller is lost: to be told with an empty plan."""
+    chance, sold = simulation.random, Counter[str]()
+    Seller.sold = sold
+    for _ in range(2):
+        await simulation.start(Seller)
+    client = simulation.client(Seller, wait=10.0, timeout=30.0)
+    own = simulation.kit.process_of(simulation.kit.caller).data
+
+    async def call(caller: int) -> None:
+        for number in range(10):
+            key, happened = f"{caller}-{number}", True
+            try:
+                assert await client.sell(key) == key
+            except DynbusError as error:
+                simulation.counts[f"sell: {error.code}"] += 1
+                happened = error.started
+            assert sold[key] == 1 or not happened, f"{key} was sold {sold[key]} times"
+            await asyncio.sleep(0.3 * chance.random())
+
+    with simulation.kit.bus.drop("simulated.*._ctl.*", when=_losing((Open,), chance.random)):
+        async with anyio.create_task_group() as callers:
+            for caller in range(CALLERS):
+                callers.start_soon(call, caller)
+            for _ in range(2):
+                await asyncio.sleep(1.0 + chance.random())
+                silence = simulation.kit.bus.partition(
+                    own, notice_after=0.9 + 0.6 * chance.random(), arrives_late=True
+                )
+                await asyncio.sleep(2.0 + 2.0 * chance.random())
+                silence.heal()
+    await asyncio.sleep(SAID)
+    assert set(sold.values()) == {1}, f"sold were {sold}"

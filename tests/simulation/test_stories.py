@@ -21,7 +21,7 @@ from .caches import caches, elections
 from .durable import events, jobs, letters, schedules, turns, waits
 from .drains import drains
 from .left_calls import left_calls
-from .lost_words import lost_words
+from .lost_words import late_requests, lost_words
 from .moves import moves
 from .objects import objects
 from .queues import queues
@@ -99,8 +99,8 @@ STORIES: Final = {
             "unknown",
         ),
     ),
-    "calls over late links": Telling(
-        calls, {Kind.LATE: 2.0, Kind.LOSS: 1.0}, 10, paths=("dropped: refused",)
+    "late requests": Telling(
+        late_requests, {}, paths=("dropped: refused", "repeated request", "unknown")
     ),
     "streams": Telling(
         streams,
