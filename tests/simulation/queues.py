@@ -126,16 +126,19 @@ async def queues(simulation: Simulation) -> None:
             line, way = ((desks, client.come), (mailbox, client.write))[number % 2]
             name, seconds = f"{of}-{caller}-{number}", 0.05 + 0.5 * chance.random() ** 2
             timeout = TIMEOUT if chance.random() < 0.5 else 0.1 + 1.5 * chance.random()
-            patience = TIMEOUT if chance.random() < 0.9 else chance.random()
-            sent = line.calls[name] = Sent(of, simulation.now)
+            patience = TIMEOUT if chance.random() < 0.85 else chance.random() ** 4
+            sent, began = Sent(of, simulation.now), True
+            line.calls[name] = sent
             try:
                 with anyio.move_on_after(patience), call_options(timeout=timeout):
                     assert await way(Errand(name, seconds)) == name
-            except DeadlineExceeded:
+            except DeadlineExceeded as error:
+                began = error.started
                 assert simulation.now > sent.sent + timeout - WAYS, f"{name} was not late"
-            except Overloaded:
-                beside = line.beside(sent)
+            except Overloaded as error:
+                began, beside = error.started, line.beside(sent)
                 assert timeout < TIMEOUT or beside >= QUEUE, f"{name} was refused beside {beside}"
+            assert began or sent.began == math.inf, f"{name} did begin"
             sent.over = simulation.now
 
     async with anyio.create_task_group() as callers:
