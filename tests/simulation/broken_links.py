@@ -17,6 +17,7 @@ from dynbus.bus.protocol.wire import Cancel, Heartbeat, Open, decode_batch
 from dynbus.bus.transport import Message
 from dynbus.testing import Simulation
 
+from .moves import new_relay, relayed
 from .rest import rest
 
 INSTANCES = 2
@@ -152,7 +153,8 @@ async def broken_links(simulation: Simulation) -> None:
         await simulation.start(Source)
     simulation.kit.bus.max_payload = MAX_PAYLOAD
     client = simulation.client(Source, wait=5.0, timeout=60.0, retries=20)
-    loses = chance.random() < 0.5
+    plain = simulation.kit.client(Source, wait=5.0, timeout=60.0, retries=20)
+    loses, relay = chance.random() < 0.5, new_relay()
     disturbed = Disturbed(simulation, loses=loses)
     most = ASKED if loses else AT_ONCE
     # Where all are slow, nothing comes soon behind what was lost.
@@ -170,7 +172,10 @@ async def broken_links(simulation: Simulation) -> None:
             late = simulation.now - max(given[wanted.name][count - 1], disturbed.since)
             assert late < most, f"what follows {count} items of {wanted} was {late:.2f} s late"
 
-        async for item in client.stream(wanted):
+        stream = client.stream(wanted)
+        if caller >= len(kinds):
+            stream = relayed(relay, plain.stream(wanted))
+        async for item in stream:
             assert item == wanted.item(count), f"after {count} items of {wanted} came {item[:20]}"
             count += 1
             in_time()

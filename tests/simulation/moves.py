@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from contextlib import aclosing
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import anyio
 import msgspec
 
-from dynbus import Actor, StreamLost, call_options, context, handler
+from dynbus import Actor, Arrival, Relay, StreamLost, call_options, context, handler
 from dynbus.testing import Simulation
 
 from .rest import rest
 from .stories import Items, Reading
+
+T = TypeVar("T")
 
 INSTANCES = 2
 STREAMS = 20
@@ -43,6 +45,36 @@ class Mover(Actor, namespace="simulated"):
         return msgspec.structs.replace(request, start=start) if start < request.end else None
 
 
+Heard = asyncio.Queue[Arrival[Any, T]]
+
+
+def new_relay() -> Relay[Heard[T], T]:
+    """A relay whose streams are known by the queue of what arrives of them."""
+
+    def deliver(arrivals: list[Arrival[Heard[T], T]]) -> None:
+        for arrival in arrivals:
+            arrival.stream.key.put_nowait(arrival)
+
+    return Relay(deliver)
+
+
+async def relayed(relay: Relay[Heard[T], T], stream: AsyncIterable[T]) -> AsyncGenerator[T, None]:
+    """The items of a stream that a relay reads."""
+    heard = Heard[T]()
+    opened = await relay.open(stream, heard)
+    try:
+        while True:
+            arrival = await heard.get()
+            for item in arrival.items:
+                yield item
+            if arrival.error is not None:
+                raise arrival.error
+            if arrival.ended:
+                return
+    finally:
+        opened.cancel()
+
+
 async def moves(simulation: Simulation) -> None:
     """A stream moves as often as it may, and is lost where it would have to once more; none keeps a
     place in the line of those that move: to be told with `Kind.KILL`."""
@@ -50,7 +82,9 @@ async def moves(simulation: Simulation) -> None:
     for _ in range(INSTANCES):
         await simulation.start(Mover)
     client = simulation.client(Mover, wait=30.0, timeout=60.0)
-    chance = simulation.random
+    # A stream that passes middleware cannot be relayed.
+    plain = simulation.kit.client(Mover, wait=30.0, timeout=60.0)
+    chance, relay = simulation.random, new_relay()
 
     async def read(caller: int) -> None:
         name, began = f"stream-{caller}", simulation.now
@@ -59,7 +93,10 @@ async def moves(simulation: Simulation) -> None:
         reading = Reading(simulation, request.pause + FIRST)
         with call_options(request_id=name), anyio.move_on_after(patience) as scope:
             try:
-                async with aclosing(client.resumed(request)) as items:
+                stream = client.resumed(request)
+                if caller % 2:
+                    stream = relayed(relay, plain.resumed(request))
+                async with aclosing(stream) as items:
                     async for item in items:
                         reading.item(item)
             except StreamLost:
