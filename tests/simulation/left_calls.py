@@ -141,3 +141,55 @@ async def left_calls(simulation: Simulation) -> None:
         with call_options(instance=instance.id, retries=0):
             if isinstance(instance.actor, Few):
                 assert await few.work(Work("at last", 0.1)) == "at last"
+
+
+class Cache(Actor, namespace="simulated"):
+    """Is told what all instances are to know, and notes how often."""
+
+    left: ClassVar[Left]
+    heard: ClassVar[Counter[tuple[str, str]]]
+
+    @handler
+    async def reload(self, work: Work) -> str:
+        self.heard[work.name, self.instance_id] += 1
+        end = self.left.simulation.now + work.seconds
+        while self.left.simulation.now < end:
+            await asyncio.sleep(0.1)
+            self.left.goes_on(work.name)
+        return self.instance_id
+
+
+async def broadcasts(simulation: Simulation) -> None:
+    """A broadcast has of each instance its result or an error, in time, and reaches each once; one
+    that is left ends everywhere."""
+    left = Cache.left = Left(simulation)
+    heard = Cache.heard = Counter()
+    for _ in range(INSTANCES):
+        await simulation.start(Cache)
+    client = simulation.client(Cache, wait=5.0, timeout=TIMEOUT)
+    chance = simulation.random
+
+    async def tell(caller: int) -> None:
+        for number in range(6):
+            work = Work(f"{caller}-{number}", 6.0 * chance.random() ** 2)
+            patience = 3.0 * chance.random() if chance.random() < 0.4 else 2 * TIMEOUT
+            began, answers = simulation.now, dict[str, str | DynbusError]()
+            there = {one.id for process in simulation.kit.alive() for one in process.instances}
+            with anyio.move_on_after(patience) as scope, suppress(DynbusError):
+                answers = await client.broadcast(Cache.reload, work)
+            if scope.cancelled_caught:
+                left.at[work.name] = simulation.now
+                continue
+            assert simulation.now < began + TIMEOUT + 2.0, f"{work} took too long"
+            results = {name for name, answer in answers.items() if answer == name}
+            others = [one for one in answers.values() if not isinstance(one, DynbusError)]
+            assert len(others) == len(results), f"{work} has {answers}"
+            assert all(heard[work.name, name] for name in results), f"{work} was heard by {heard}"
+            assert simulation.troubles or results == there, f"of {there} {results} have answered"
+
+    async with anyio.create_task_group() as callers:
+        for caller in range(3):
+            callers.start_soon(tell, caller)
+    await rest(simulation)
+    assert not left.too_long, f"went on after they were left: {left.too_long}"
+    assert set(heard.values()) == {1}, f"heard were {heard}"

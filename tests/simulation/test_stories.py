@@ -20,7 +20,7 @@ from .broken_links import STREAM_WINDOW, broken_links
 from .caches import caches, elections
 from .durable import events, jobs, letters, schedules, turns, waits
 from .drains import drains
-from .left_calls import left_calls
+from .left_calls import broadcasts, left_calls
 from .lost_words import late_requests, lost_words
 from .moves import moves
 from .objects import objects
@@ -99,6 +99,7 @@ STORIES: Final = {
             "unknown",
         ),
     ),
+    "broadcasts": Telling(broadcasts, paths=("cancel", "failed: UnknownOutcome")),
     "late requests": Telling(
         late_requests, {}, paths=("dropped: refused", "repeated request", "unknown")
     ),
