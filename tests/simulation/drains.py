@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import anyio
@@ -44,44 +45,54 @@ class Leaver(Actor, namespace="simulated"):
                 return self.simulation.now - one.began
         return 0.0
 
-    def _begins(self, what: str) -> None:
+    @contextmanager
+    def _serving(self, what: str) -> Generator[None]:
+        """Note what begins, and what runs in the block."""
         if self._leaving() > SAID:
             self.late.append(f"{what} began {self._leaving():.2f} s after it was to leave")
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    async def on_start(self) -> None:
+        self.running = 0
 
     async def on_stop(self) -> None:
-        if self._leaving() > GONE:
-            self.late.append(f"{self.instance_id} left after {self._leaving():.2f} s")
+        if self._leaving() > GONE or self.running:
+            self.late.append(f"{self.running} ran, and it left after {self._leaving():.2f} s")
 
     @handler
     async def buy(self, key: str) -> str:
-        self._begins(key)
-        self.effects[key] += 1
-        await asyncio.sleep(0.6)
+        with self._serving(key):
+            self.effects[key] += 1
+            await asyncio.sleep(0.6)
         return key
 
     @handler(batch=3, batch_wait=WAIT, concurrency=None)
     async def together(self, keys: list[str]) -> list[str]:
-        self._begins(f"a batch of {keys}")
-        await asyncio.sleep(0.3)
+        with self._serving(f"a batch of {keys}"):
+            await asyncio.sleep(0.3)
         return keys
 
     @handler(resume="replay", migration_limit=1)
     async def replayed(self, request: Items) -> AsyncGenerator[int, None]:
-        self._begins("a stream")
-        async for number in request.come():
-            yield number
+        with self._serving("a stream"):
+            async for number in request.come():
+                yield number
 
     @handler(resume="go_on", migration_limit=1)
     async def resumed(self, request: Items) -> AsyncGenerator[int, None]:
-        self._begins("a stream")
-        async for number in request.come():
-            yield number
+        with self._serving("a stream"):
+            async for number in request.come():
+                yield number
 
     @handler
     async def listed(self, request: Items) -> AsyncGenerator[int, None]:
-        self._begins("a stream")
-        async for number in request.come():
-            yield number
+        with self._serving("a stream"):
+            async for number in request.come():
+                yield number
 
     @staticmethod
     def go_on(request: Items, items: Sequence[int]) -> Items | None:
