@@ -109,7 +109,7 @@ async def calls(simulation: Simulation) -> None:
     an error that says that it did not begin is right."""
     effects = await _open_shop(simulation)
     patient = simulation.client(Shop, wait=30.0, retries=30, timeout=90.0)
-    plain = simulation.client(Shop, timeout=10.0)
+    plain = simulation.client(Shop, timeout=10.0, retries=3)
     claims: dict[str, bool] = {}
 
     async def read(caller: int) -> None:
