@@ -30,6 +30,8 @@ AT_ONCE = 0.3
 """Seconds after which what was lost is there once the links are back, before any heartbeat."""
 ASKED = 2.0
 """Seconds after which it is there where questions for it are lost, too."""
+ANSWERED = 5.0
+"""Seconds in which a call is answered of which requests, parts and results are lost."""
 SHARE_LOST = 0.2
 STREAM_WINDOW = 30_000
 """Bytes, of three large items or so."""
@@ -185,7 +187,10 @@ async def broken_links(simulation: Simulation) -> None:
     async def call(caller: int) -> None:
         for number in range(20):
             text = f"{caller} {number} ".ljust(LARGEST * (number % 2), "x")
+            began = simulation.now
             assert await client.take(text) == text
+            took = simulation.now - began
+            assert took < ANSWERED, f"call {number} of {caller} took {took:.2f} s"
             await asyncio.sleep(0.3 * chance.random())
 
     async with anyio.create_task_group() as tasks:
