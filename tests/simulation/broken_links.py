@@ -92,15 +92,15 @@ class Disturbed:
             self.since = self._simulation.now
 
     async def _cut(self) -> None:
-        """Links break as a result reaches the server, one or all, and are back one after the
-        other."""
+        """Links break as a request or a result reaches the server, one or all, and are back one
+        after the other."""
         links = [link for one in self._simulation.kit.alive() for link in one.connections]
         if self._chance.random() < 0.5:
             links = [links[int(self._chance.random() * len(links))]]
         broken = asyncio.Event()
 
         def cut(message: Message | None) -> None:
-            if not broken.is_set() and (message is None or message.subject.endswith(".f")):
+            if not broken.is_set() and (message is None or _is_of_calls(message)):
                 broken.set()
                 self.since = math.inf
                 for link in links:
@@ -138,6 +138,12 @@ class Disturbed:
             and not any(isinstance(frame, Open | Heartbeat | Cancel) for frame in batch.frames)
             and self._chance.random() < SHARE_LOST
         )
+
+
+def _is_of_calls(message: Message) -> bool:
+    """True if a message is a request, a part of one, or has results."""
+    subject = message.subject
+    return not subject.startswith("$") and "ctl." not in subject
 
 
 async def broken_links(simulation: Simulation) -> None:
