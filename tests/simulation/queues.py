@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -21,6 +22,7 @@ CALLERS = (6, 2, 1)
 PLACES = 2
 QUEUE = 5
 TIMEOUT = 60.0
+TOOK_PLACE = "took this one's place"
 WAYS = 0.05
 """Seconds that a message and what it sets off take at most."""
 
@@ -75,6 +77,19 @@ class Line:
         """Calls that may have been in the queue while another one was on its way."""
         others = (one for one in self.calls.values() if one is not call)
         return sum(min(one.began, one.over) >= call.sent for one in others)
+
+    def check_refused(self, call: Sent, *, displaced: bool) -> None:
+        """See whether a call was refused for the queue of all, and not for its client's part."""
+        now, others = self._simulation.now, Counter[int]()
+        for one in self.calls.values():
+            others[one.client] += one.waited(call.sent) and one.waited(now)
+        own = [one for one in self.calls.values() if one.client == call.client and one is not call]
+        if displaced:
+            newer = [one for one in own if one.sent > call.sent + WAYS and one.waited(now)]
+            assert not newer, f"{call} gave its place up, and not {newer}"
+        else:
+            most = sum(min(one.began, one.over) >= call.sent for one in own) + 1
+            assert max(others.values()) <= most, f"{call} was refused, and of clients wait {others}"
 
     def check(self) -> None:
         """See whether all began in order, now that they are over."""
@@ -138,6 +153,8 @@ async def queues(simulation: Simulation) -> None:
             except Overloaded as error:
                 began, beside = error.started, line.beside(sent)
                 assert timeout < TIMEOUT or beside >= QUEUE, f"{name} was refused beside {beside}"
+                if timeout == TIMEOUT:
+                    line.check_refused(sent, displaced=TOOK_PLACE in error.message)
             assert began or sent.began == math.inf, f"{name} did begin"
             sent.over = simulation.now
 
