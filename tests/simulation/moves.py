@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import anyio
 import msgspec
 
-from dynbus import Actor, Arrival, Relay, StreamLost, call_options, context, handler
+from dynbus import Actor, Arrival, Relay, ResumeMismatch, StreamLost, call_options, context, handler
 from dynbus.testing import Simulation
 
 from .rest import rest
@@ -25,6 +25,8 @@ STREAMS = 20
 LIMIT = 2
 FIRST = 0.5
 """Seconds to a first item."""
+COMMON = 5
+"""The last item that all instances have alike."""
 
 
 class Mover(Actor, namespace="simulated"):
@@ -38,6 +40,12 @@ class Mover(Actor, namespace="simulated"):
         await asyncio.sleep(FIRST)
         async for number in request.come():
             yield number
+
+    @handler(resume="replay", migration_limit=LIMIT)
+    async def lying(self, request: Items) -> AsyncGenerator[tuple[int, str], None]:
+        # From some item on each instance has others.
+        async for number in request.come():
+            yield number, self.instance_id if number > COMMON else ""
 
     @staticmethod
     def go_on(request: Items, items: Sequence[int]) -> Items | None:
@@ -76,8 +84,9 @@ async def relayed(relay: Relay[Heard[T], T], stream: AsyncIterable[T]) -> AsyncG
 
 
 async def moves(simulation: Simulation) -> None:
-    """A stream moves as often as it may, and is lost where it would have to once more; none keeps a
-    place in the line of those that move: to be told with `Kind.KILL`."""
+    """A stream moves as often as it may, and is lost where it would have to once more; none is put
+    together of what differs, or keeps a place in the line of those that move: to be told with
+    `Kind.KILL`."""
     begun = Mover.begun = Counter()
     for _ in range(INSTANCES):
         await simulation.start(Mover)
@@ -109,7 +118,23 @@ async def moves(simulation: Simulation) -> None:
         elif not scope.cancelled_caught:
             assert reading.count == request.end, f"{name} ended after {reading.count} items"
 
+    async def read_lies() -> None:
+        items, differed = list[tuple[int, str]](), False
+        try:
+            async for item in client.lying(Items(0, 18, 0.2)):
+                items.append(item)
+            assert len(items) == 18, f"a stream ended after {len(items)} items"
+        except (StreamLost, ResumeMismatch) as error:
+            simulation.counts[f"lies: {error.code}"] += 1
+            differed = isinstance(error, ResumeMismatch)
+        assert len(items) > COMMON + 1 or not differed, f"{items} do not differ"
+        assert [number for number, _ in items] == list(range(len(items))), f"{items}"
+        sources = {source for _, source in items[COMMON + 1 :]}
+        assert len(sources) < 2, f"a stream was put together of those of {sources}"
+
     async with anyio.create_task_group() as callers:
+        for _ in range(3):
+            callers.start_soon(read_lies)
         for caller in range(STREAMS):
             callers.start_soon(read, caller)
             await asyncio.sleep(0.2 * chance.random())
