@@ -139,9 +139,7 @@ STORIES: Final = {
     "left calls": Telling(left_calls, paths=("left", "cancel")),
     "batches": Telling(batches, {}),
     "lost words": Telling(lost_words, {}, paths=("dropped: refused",)),
-    "moves": Telling(
-        moves, {Kind.KILL: 1.0}, 12, paths=("lies: ResumeMismatch", "lost", "moved stream")
-    ),
+    "moves": Telling(moves, {Kind.KILL: 1.0}, 12, paths=("lies: ResumeMismatch", "lost")),
     "queues": Telling(queues, {}, paths=("failed: Overloaded",)),
     "drains": Telling(drains, {Kind.LEAVE: 1.0}, 8, paths=("moved stream", "failed: Draining")),
     "objects": Telling(objects, NO_INSTANCES, paths=("put cancelled",)),
