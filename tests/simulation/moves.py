@@ -50,6 +50,7 @@ class Mover(Actor, namespace="simulated"):
     @staticmethod
     def go_on(request: Items, items: Sequence[int]) -> Items | None:
         start = request.start + len(items)
+        assert items == list(range(request.start, start)), f"{items} were kept"
         return msgspec.structs.replace(request, start=start) if start < request.end else None
 
 
