@@ -140,3 +140,28 @@ async def moves(simulation: Simulation) -> None:
             callers.start_soon(read, caller)
             await asyncio.sleep(0.2 * chance.random())
     await rest(simulation)
+
+
+async def stalled_streams(simulation: Simulation) -> None:
+    """Streams go on elsewhere, and soon, where what an instance sends does not come although it is
+    heard: to be told with an empty plan."""
+    Mover.begun = Counter()
+    instances = [await simulation.start(Mover) for _ in range(INSTANCES)]
+    client = simulation.client(Mover, wait=30.0, timeout=60.0)
+    kit, chance = simulation.kit, simulation.random
+
+    async def read() -> None:
+        request = Items(0, 30, 0.2)
+        reading = Reading(simulation, request.pause + FIRST)
+        async for item in client.resumed(request):
+            reading.item(item)
+        assert reading.count == request.end, f"a stream ended after {reading.count} items"
+
+    async with anyio.create_task_group() as readers:
+        for _ in range(6):
+            readers.start_soon(read)
+        await asyncio.sleep(1.0 + 2.0 * chance.random())
+        home = kit.process_of(instances[0].actor.runtime)
+        with kit.bus.partition(home.data, notice_after=60.0):
+            await asyncio.sleep(12.0)
+    await rest(simulation)

@@ -22,7 +22,7 @@ from .durable import events, jobs, letters, schedules, turns, waits
 from .drains import drains
 from .left_calls import broadcasts, left_calls
 from .lost_words import late_requests, lost_words
-from .moves import moves
+from .moves import moves, stalled_streams
 from .objects import objects
 from .queues import queues
 from .slow_readers import SETTINGS, slow_readers
@@ -140,6 +140,7 @@ STORIES: Final = {
     "batches": Telling(batches, {}),
     "lost words": Telling(lost_words, {}, paths=("dropped: refused",)),
     "moves": Telling(moves, {Kind.KILL: 1.0}, 12, paths=("lies: ResumeMismatch", "lost")),
+    "stalled streams": Telling(stalled_streams, {}, paths=("moved stream",)),
     "queues": Telling(queues, {}, paths=("failed: Overloaded",)),
     "drains": Telling(drains, {Kind.LEAVE: 1.0}, 8, paths=("moved stream", "failed: Draining")),
     "objects": Telling(objects, NO_INSTANCES, paths=("put cancelled",)),
