@@ -18,8 +18,8 @@ from dynbus.testing import Kind, Simulation, simulate
 from .batches import batches
 from .broken_links import STREAM_WINDOW, broken_links
 from .caches import caches, elections
-from .durable import events, jobs, letters, schedules, turns, waits
 from .drains import drains
+from .durable import events, jobs, letters, schedules, turns, waits
 from .left_calls import broadcasts, left_calls
 from .lost_words import late_requests, lost_words
 from .moves import moves, stalled_streams
@@ -37,7 +37,6 @@ from .stories import (
     light_load,
     long_calls,
     returns,
-    signals,
     split_streams,
     streams,
 )
