@@ -281,7 +281,7 @@ WAITS = (
     Wait("b"),
     Wait("a", 60.0),
     Wait("a", 0.4),
-    Wait("b", 2.0),
+    Wait("b", 4.0),
 )
 """Most end by signals, others by the time."""
 LATE = 12.0
@@ -310,9 +310,20 @@ class Clerk(Actor, namespace="simulated"):
         taken: list[int | None] = []
         for place, one in enumerate(order.waits):
             taken.append(await self._wait(key, place, one))
+            if one.name and taken[-1] is None:
+                self._check_timeout(key, place, order, taken)
             self.book.came_to(key, place, taken[-1])
         self.book.over.add(key)
         return taken
+
+    def _check_timeout(self, key: str, place: int, order: Waits, taken: list[int | None]) -> None:
+        """See that the signal which a wait has not had was not there in time."""
+        book, one = self.book, order.waits[place]
+        had = {value for of, value in zip(order.waits, taken, strict=False) if of.name == one.name}
+        over = book.since[key, place] + (one.seconds or 0.0)
+        over -= AFTERMATH if book.simulation.troubles else PROMPT
+        if book.sent.get((key, one.name, len(had - {None})), math.inf) < over:
+            book.faults.append(f"{one} of {key} was over before what had come")
 
     async def _wait(self, key: str, place: int, one: Wait) -> int | None:
         book, now = self.book, self.book.simulation.now
