@@ -199,7 +199,7 @@ class TakingRunner(HandlerRunner):
     def __init__(self, bus: Bus, instance: InstanceName, endpoint: Endpoint) -> None:
         super().__init__(bus, instance, endpoint)
         self._taker: Taker | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._failure: BaseException | None = None
 
     @abstractmethod
@@ -259,13 +259,13 @@ class TakingRunner(HandlerRunner):
                 if self._failure is not None:
                     raise self._failure
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, object]) -> None:
         # Not a task group's: entering a scope costs each job more than its bookkeeping here.
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._note_ended)
 
-    def _note_ended(self, task: asyncio.Task[None]) -> None:
+    def _note_ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error

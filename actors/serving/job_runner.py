@@ -281,13 +281,20 @@ class JobRunner(TakingRunner):
                 answer.set_result(job_id in known)
 
     async def _leave_ended(self, job: Job) -> None:
-        """Drop a message of a job that has ended elsewhere, and what its tries may have left, but
-        for one that failed: who redrives it has it go on with that."""
+        """Drop a message of a job that has ended elsewhere, and what its tries may have left."""
         await job.ack()
-        result = await self._log.result(job.job_id)
+        await self._forget_ended(job.job_id)
+
+    async def _forget_ended(self, job_id: str) -> None:
+        """Drop what a job that has ended elsewhere had for its tries, unless it has failed: who
+        redrives it has it go on with that."""
+        result = await self._log.result(job_id)
         if result is not None and result.outcome is not Outcome.FAILED:
-            await self._log.forget_steps(job.job_id)
-            await self._jobs.queue.forget(job.job_id)
+            await self._forget(job_id)
+
+    async def _forget(self, job_id: str) -> None:
+        await self._log.forget_steps(job_id)
+        await self._jobs.queue.forget(job_id)
 
     async def _begin(self, job: Job, *, is_known: bool) -> JobRun | None:
         """Make this message of a job the one that runs it; None where another one does.
@@ -399,12 +406,14 @@ class JobRunner(TakingRunner):
         """Store how a job ended that is not tried again, and drop what it had for its tries."""
         # What follows are answers of the server: the next job can begin meanwhile.
         job.leave_place()
-        await self._store_end(job.job_id, result._replace(tries=run.tries))
-        if run.has_steps:
-            await self._log.forget_steps(job.job_id)
-            await self._jobs.queue.forget(job.job_id)
+        is_first = await self._store_end(job.job_id, result._replace(tries=run.tries))
+        if not is_first:
+            await self._forget_ended(job.job_id)
+        elif run.has_steps:
+            await self._forget(job.job_id)
 
-    async def _store_end(self, job_id: str, result: JobResult) -> None:
+    async def _store_end(self, job_id: str, result: JobResult) -> bool:
+        """Store how a job ended; False where it had ended before, which stays so."""
         try:
             is_first = await self._log.end(job_id, result, self._options.result_age)
         except PayloadTooLarge:
@@ -419,6 +428,7 @@ class JobRunner(TakingRunner):
             )
         if not is_first:
             logger.info("job %s of %s had ended before: its result stays", job_id, self._name)
+        return is_first
 
 
 def _lost(tries: int) -> TryFailure:

@@ -509,19 +509,19 @@ async def letters(simulation: Simulation) -> None:
         assert redriven == 2 or simulation.troubles, f"{key} had not all tries when redriven"
         book.end(key)
         assert result == key, f"{key} came to {result!r} after it was redriven"
-        await simulation.over()
         again = await repeated(simulation, submit)
         assert await again.result(timeout=PATIENCE) == key
 
     async with anyio.create_task_group() as senders:
         for number in range(4):
             senders.start_soon(send, number)
-    left = await dead.find()
+    await simulation.over()
+    left = await repeated(simulation, dead.find)
     kinds = {one.fault.kind for one in simulation.troubles}
     assert not left or kinds - {Kind.KILL, Kind.LEAVE}, f"of jobs that are done there are {left}"
     # The last try of one may have ended though its taker was given up: it is not begun again.
     for letter in left:
-        await dead.redrive(letter)
+        await repeated(simulation, partial(dead.redrive, letter))
     await asyncio.sleep(ACK_WAIT)
     for key in book.ended:
         job = simulation.kit.caller.job(f"{queue}.{key}", Post.deliver)
