@@ -41,6 +41,8 @@ KEPT = 4
 """Prompts in the cache of an engine."""
 SETTLED = 16.0
 """Seconds in which routers know what engines hold, whatever was purged."""
+FORGOTTEN = 12.0
+"""Seconds after which an engine that is gone is known no longer: its lease is over."""
 KNOWN_AGAIN = 5.0
 """Seconds after a deletion, or the last fault, after which they do where nothing was purged."""
 ROUNDED = 0.01
@@ -240,7 +242,8 @@ def _check(simulation: Simulation) -> None:
     engines = _living(simulation, Engine)
     for gate in _living(simulation, Gate).values():
         known = {rank.instance for rank in gate.follower.index.ranks}
-        assert known <= engines.keys(), f"of {sorted(engines)} the caches of {known} are known"
+        gone = known - engines.keys() if simulation.undisturbed(0.0) > FORGOTTEN else set[str]()
+        assert not gone, f"the caches of {gone} are known, of which {sorted(engines)} live"
         for name, engine in engines.items():
             wrong = _differs(gate.follower, name, engine)
             assert not wrong, wrong

@@ -431,6 +431,8 @@ async def turns(simulation: Simulation) -> None:
 
 TRIES = 3
 REFUSED, FAILED = "no such street", "no door"
+FAILURES = (HandlerError, InvalidRequest, Unavailable)
+"""With which a job may end: also a step that nobody could look up fails a try."""
 
 
 class Post(Actor, namespace="simulated"):
@@ -486,7 +488,7 @@ async def letters(simulation: Simulation) -> None:
         failing[key] = 2 * TRIES
         submit = partial(client.deliver.submit, Order(number), idempotency_key=key)
         job = await repeated(simulation, submit)
-        with suppress(HandlerError, InvalidRequest):
+        with suppress(*FAILURES):
             raise AssertionError(f"{key} came to {await job.result(timeout=PATIENCE)}")
         letter = await repeated(simulation, partial(dead.of_job, queue, key))
         assert letter is not None, f"{key} failed for good, and is no dead letter"
@@ -499,7 +501,7 @@ async def letters(simulation: Simulation) -> None:
         for redriven in range(1, MOST_REDRIVES):
             failing[key] = tries if redriven == 1 else tries - 1
             await repeated(simulation, partial(redrive, key))
-            with suppress(HandlerError, InvalidRequest):
+            with suppress(*FAILURES):
                 result = await job.result(timeout=PATIENCE)
                 break
             await asyncio.sleep(PROMPT)
