@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
@@ -166,9 +166,10 @@ class Order(msgspec.Struct, frozen=True):
         return f"order-{self.number}"
 
 
-LONG, DELAYED, DUE, URGENT, CANCELLED = (0, 1), (2, 3), 4, 5, (3, 6, 7)
+LONG, DELAYED, DUE, URGENT, CANCELLED = (0, 1, 6), (2, 3), 4, 5, (3, 6, 7)
 """Orders: those of which a try takes longer than the server waits for a word of it, those that are
-to wait, one that is to have begun by a time, one that goes before others, those called off."""
+to wait, one that is to have begun by a time, one without a key that goes before others, those that
+are called off."""
 DELAY = 3.0
 DEADLINE = 1.0
 
@@ -178,16 +179,25 @@ class Billing(Actor, namespace="simulated"):
 
     book: ClassVar[Book]
     charges: ClassVar[Counter[tuple[str, int]]]
+    is_deaf: ClassVar[bool]
+
+    async def on_start(self) -> None:
+        self.lock = asyncio.Lock()
 
     @handler(durable=True, concurrency=1, tries=20, backoff=0.5, ack_wait=ACK_WAIT)
     async def bill(self, order: Order) -> str:
         key = order.key
         self.book.begin(self, key)
-        is_long = order.number in LONG and self.book.tries[key] == 1
-        for part in range(3):
-            receipt = await step(f"charge-{part}", self.charge, key, part)
-            self.book.came_to(key, part, receipt)
-            await asyncio.sleep(2.5 * ACK_WAIT if is_long and part == order.number else 0.1)
+        assert not self.lock.locked(), f"{key} was begun beside another"
+        async with self.lock:
+            is_long = order.number in LONG and self.book.tries[key] == 1
+            for part in range(3):
+                receipt = await step(f"charge-{part}", self.charge, key, part)
+                self.book.came_to(key, part, receipt)
+                long = is_long and part == order.number % 3
+                await asyncio.sleep(2.5 * ACK_WAIT if long else 0.1)
+        if key in self.book.ended and not (self.is_deaf or self.book.simulation.troubles):
+            self.book.in_time(self.book.ended[key], f"the end of what runs of {key}")
         return f"{key} {self.book.tries[key]}"
 
     async def charge(self, key: str, part: int) -> str:
@@ -208,7 +218,8 @@ async def jobs(simulation: Simulation) -> None:
         await simulation.start(Billing)
     client = simulation.client(Billing)
     chance = simulation.random
-    if chance.random() < 0.5:
+    Billing.is_deaf = chance.random() < 0.5
+    if Billing.is_deaf:
         # Nobody has to hear that a job is cancelled.
         simulation.kit.bus.drop(job_cancel_subject(EndpointName("simulated", "Billing", "bill")))
 
@@ -223,14 +234,18 @@ async def jobs(simulation: Simulation) -> None:
         submit = partial(
             client.bill.submit,
             Order(number),
-            idempotency_key=key,
+            idempotency_key=None if number == URGENT else key,
             delay=DELAY if number in DELAYED else 0.0,
             deadline=DEADLINE if number == DUE else None,
             priority=1 if number == URGENT else None,
         )
         if number in DELAYED:
             book.may_begin[key] = simulation.now + DELAY
-        job = await repeated(simulation, submit)
+        try:
+            job = await (submit() if number == URGENT else repeated(simulation, submit))
+        except Unavailable:
+            # Without a key it would be another one.
+            return
         if number == DUE:
             book.due[key] = simulation.now + DEADLINE
         was_cancelled = False
@@ -245,7 +260,7 @@ async def jobs(simulation: Simulation) -> None:
             assert end.startswith(key), f"{key} ended as {end!r}"
         await asyncio.sleep(10.0 * chance.random())
         # Its key is known, and begins nothing.
-        again = await end_of(await repeated(simulation, submit))
+        again = end if number == URGENT else await end_of(await repeated(simulation, submit))
         await simulation.over()
         at_last = await end_of(job)
         assert again == at_last == end, f"{key} ended as {end!r}, {again!r} and {at_last!r}"
@@ -534,6 +549,10 @@ async def letters(simulation: Simulation) -> None:
 STRIKES, CHIMES = 1.1, 2.0
 """Seconds between the firings of two handlers."""
 RUNS = 10.0
+LONG_WAIT = 30.0
+"""Seconds after which a job of theirs is handed out again that was only lost on its way."""
+LEFT_OUT = 60.0
+"""Seconds by which a firing is late that is left out unless all are to be made up."""
 ABSENT = 70.0
 """Seconds for which nobody is there, in some stories: more than is made up unless asked for."""
 
@@ -544,18 +563,18 @@ class Clock(Actor, namespace="simulated"):
     book: ClassVar[Book]
 
     @every(STRIKES, missed="catch_up")
-    @handler(durable=True, tries=20, backoff=0.5, ack_wait=ACK_WAIT)
+    @handler(durable=True, tries=20, backoff=0.5)
     async def strike(self, due: datetime) -> None:
         await self._note("strike", due)
 
     @every(CHIMES)
-    @handler(durable=True, tries=20, backoff=0.5, ack_wait=ACK_WAIT)
+    @handler(durable=True, tries=20, backoff=0.5)
     async def chime(self, due: datetime) -> None:
         await self._note("chime", due)
 
     async def _note(self, what: str, due: datetime) -> None:
         key, now = f"{what} {due.timestamp():.3f}", self.book.simulation.now
-        if not self.book.tries[key] and not self.book.is_absent:
+        if not (self.book.simulation.troubles or self.book.is_absent):
             self.book.in_time(now - unix_time() + due.timestamp(), key)
         self.book.begin(self, key)
         await asyncio.sleep(0.2)
@@ -578,25 +597,29 @@ async def schedules(simulation: Simulation) -> None:
         await asyncio.sleep(ABSENT)
         await simulation.start(Clock)
     await asyncio.sleep(LATE)
+    until = unix_time() - LATE
+    kinds = {one.fault.kind for one in simulation.troubles}
+    if any(_missing(book, until)) and kinds - {Kind.KILL, Kind.LEAVE}:
+        # What was on its way to a process that is not heard is handed out again.
+        await asyncio.sleep(LONG_WAIT)
     book.check(waits=book.is_absent)
-    missing = list(_missing(book, "strike", STRIKES))
-    assert not missing, f"never fired: {missing}"
-    missing = list(_missing(book, "chime", CHIMES))
-    assert book.is_absent or not missing, f"never fired: {missing}"
-    most = unix_time() - LATE - LEFT_OUT + CHIMES
-    assert all(one < most for one in missing), f"not made up: {missing} before {most}"
+    struck, chimed = _missing(book, until)
+    assert not struck, f"never fired: {struck}"
+    assert book.is_absent or not chimed, f"never fired: {chimed}"
+    most = until - LEFT_OUT + CHIMES
+    assert all(one < most for one in chimed), f"not made up: {chimed} before {most}"
 
 
-LEFT_OUT = 60.0
-"""Seconds by which a firing is late that is left out unless all are to be made up."""
-
-
-def _missing(book: Book, what: str, period: float) -> Iterator[float]:
-    """The times for which a handler was not fired."""
-    fired = {round(float(key.split()[1]) / period, 2) for key in book.over if key.startswith(what)}
-    assert all(number.is_integer() for number in fired), f"{what} was fired at other times: {fired}"
-    last = (unix_time() - PROMPT) / period - 1
-    return (number * period for number in range(int(min(fired)), int(last)) if number not in fired)
+def _missing(book: Book, until: float) -> list[list[float]]:
+    """The times until one for which each handler was not fired."""
+    missing: list[list[float]] = []
+    for what, period in (("strike", STRIKES), ("chime", CHIMES)):
+        times = [float(key.split()[1]) for key in book.over if key.startswith(what)]
+        fired = {round(time / period, 2) for time in times}
+        assert all(one.is_integer() for one in fired), f"{what} was fired at other times: {fired}"
+        due = range(int(min(fired)), int(until / period))
+        missing.append([number * period for number in due if number not in fired])
+    return missing
 
 
 class Closed(msgspec.Struct, frozen=True):
