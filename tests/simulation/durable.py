@@ -550,7 +550,7 @@ STRIKES, CHIMES = 1.1, 2.0
 """Seconds between the firings of two handlers."""
 RUNS = 10.0
 LONG_WAIT = 30.0
-"""Seconds after which a job of theirs is handed out again that was only lost on its way."""
+"""Seconds after which a job of theirs is handed out again of which nothing is heard."""
 LEFT_OUT = 60.0
 """Seconds by which a firing is late that is left out unless all are to be made up."""
 ABSENT = 70.0
@@ -598,9 +598,8 @@ async def schedules(simulation: Simulation) -> None:
         await simulation.start(Clock)
     await asyncio.sleep(LATE)
     until = unix_time() - LATE
-    kinds = {one.fault.kind for one in simulation.troubles}
-    if any(_missing(book, until)) and kinds - {Kind.KILL, Kind.LEAVE}:
-        # What was on its way to a process that is not heard is handed out again.
+    if any(_missing(book, until)) and simulation.troubles:
+        # What a process had that could not tell so in time is handed out again.
         await asyncio.sleep(LONG_WAIT)
     book.check(waits=book.is_absent)
     struck, chimed = _missing(book, until)
