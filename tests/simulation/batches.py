@@ -110,7 +110,7 @@ async def batches(simulation: Simulation) -> None:
         for number in range(8):
             kind, way = int(2 * chance.random()), chance.random()
             timeout = 0.2 + 1.2 * chance.random() if way < 0.3 else TIMEOUT
-            patience = 1.5 * chance.random() if way > 0.7 else 2 * TIMEOUT
+            patience = WAYS + 1.5 * chance.random() if way > 0.7 else 2 * TIMEOUT
             name, seconds = f"{caller}-{number}", 0.1 + 2.0 * chance.random() ** 6
             one = Asked(name, kind, simulation.now, timeout, seconds, fails=chance.random() < 0.1)
             answer = name, one.fails

@@ -162,19 +162,19 @@ class Seller(Actor, namespace="simulated"):
     @handler
     async def sell(self, key: str) -> str:
         self.sold[key] += 1
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.5 if key.endswith("0") else 0.2)
         return key
 
 
 async def late_requests(simulation: Simulation) -> None:
-    """A request that comes after its instance has said that it never did has no effect, whatever
-    word of its caller is lost: to be told with an empty plan."""
+    """A call that its instance took for lost, or forgot since it took its caller for dead, has no
+    second effect, whatever word of it is lost: to be told with an empty plan."""
     chance, sold = simulation.random, Counter[str]()
     Seller.sold = sold
     for _ in range(2):
         await simulation.start(Seller)
     client = simulation.client(Seller, wait=10.0, timeout=30.0)
-    own = simulation.kit.process_of(simulation.kit.caller).data
+    own = simulation.kit.process_of(simulation.kit.caller)
 
     async def call(caller: int) -> None:
         for number in range(10):
@@ -193,10 +193,17 @@ async def late_requests(simulation: Simulation) -> None:
                 callers.start_soon(call, caller)
             for _ in range(2):
                 await asyncio.sleep(1.0 + chance.random())
-                silence = simulation.kit.bus.partition(
-                    own, notice_after=0.9 + 0.6 * chance.random(), arrives_late=True
-                )
-                await asyncio.sleep(2.0 + 2.0 * chance.random())
-                silence.heal()
+                if chance.random() < 0.5:
+                    silence = simulation.kit.bus.partition(
+                        own.data, notice_after=0.9 + 0.6 * chance.random(), arrives_late=True
+                    )
+                    await asyncio.sleep(2.0 + 2.0 * chance.random())
+                    silence.heal()
+                else:
+                    for link in own.connections:
+                        link.disconnect()
+                    await asyncio.sleep(1.0 + 2.0 * chance.random())
+                    for link in own.connections:
+                        link.reconnect()
     await asyncio.sleep(SAID)
     assert set(sold.values()) == {1}, f"sold were {sold}"

@@ -15,7 +15,7 @@ import msgspec
 from dynbus import Actor, DeadlineExceeded, Overloaded, call_options, handler
 from dynbus.testing import Simulation
 
-from .rest import BREATH, rest
+from .rest import rest
 
 CALLERS = (6, 2, 1)
 """Of each client."""
@@ -23,6 +23,9 @@ PLACES = 2
 QUEUE = 5
 TIMEOUT = 60.0
 TOOK_PLACE = "took this one's place"
+REST = 3.0
+"""Seconds after which heartbeats have said enough: that a call is left they may say before its
+request comes, and no more then."""
 WAYS = 0.05
 """Seconds that a message and what it sets off take at most."""
 
@@ -166,4 +169,4 @@ async def queues(simulation: Simulation) -> None:
                 callers.start_soon(call, runtime.client(Office), of, caller)
     desks.check()
     mailbox.check()
-    await rest(simulation, BREATH)
+    await rest(simulation, REST)

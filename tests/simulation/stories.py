@@ -264,6 +264,27 @@ async def light_load(simulation: Simulation, slow: str = "") -> None:
     assert set(effects.values()) == {1}
 
 
+MANY = 150
+SMALL_PAYLOAD = 1200
+"""Bytes of a message, with some of the calls in a heartbeat."""
+
+
+async def many_calls(simulation: Simulation) -> None:
+    """No call fails where several messages are needed to list them: to be told with an empty
+    plan."""
+    await _open_shop(simulation)
+    simulation.kit.bus.max_payload = SMALL_PAYLOAD
+    client = simulation.client(Shop)
+
+    async def rest(number: int) -> None:
+        seconds = 1.0 + 3.0 * simulation.random.random()
+        assert await client.rest(seconds) == seconds
+
+    async with anyio.create_task_group() as callers:
+        for number in range(MANY):
+            callers.start_soon(rest, number)
+
+
 async def interrupted_calls(simulation: Simulation) -> None:
     """No call fails, whether it is open or begins while the server is away: to be told with
     `Kind.SERVER`."""
@@ -375,11 +396,13 @@ async def avoided(simulation: Simulation) -> None:
 async def discovery(simulation: Simulation) -> None:
     """When all is healed, the caller knows the instances that live, and no others."""
     await _open_shop(simulation)
+    known(simulation)
     await simulation.over()
     await asyncio.sleep(40.0)
     alive = {instance.id for one in simulation.kit.alive() for instance in one.instances}
     ids = set(simulation.kit.caller.instance_ids(Shop))
     assert ids == alive, f"known are {sorted(ids)}, alive are {sorted(alive)}"
+    known(simulation)
     client = simulation.client(Shop, timeout=5.0)
     with call_options(retries=0):
         for number in range(2 * INSTANCES):

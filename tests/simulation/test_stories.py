@@ -36,6 +36,7 @@ from .stories import (
     levels,
     light_load,
     long_calls,
+    many_calls,
     returns,
     split_streams,
     streams,
@@ -151,6 +152,7 @@ STORIES: Final = {
         discovery, {Kind.DISK: 1.0, Kind.KILL: 1.0}, paths=("fault: disk",)
     ),
     "light load": Telling(light_load, {}),
+    "many calls": Telling(many_calls, {}),
     "interrupted calls": Telling(interrupted_calls, {Kind.SERVER: 1.0}),
     "hiccups": Telling(hiccups, {}, paths=("resume",)),
     "avoided": Telling(avoided, {}, paths=(GONE,)),
