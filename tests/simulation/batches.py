@@ -113,7 +113,7 @@ async def batches(simulation: Simulation) -> None:
             patience = WAYS + 1.5 * chance.random() if way > 0.7 else 2 * TIMEOUT
             name, seconds = f"{caller}-{number}", 0.1 + 2.0 * chance.random() ** 6
             one = Asked(name, kind, simulation.now, timeout, seconds, fails=chance.random() < 0.1)
-            answer = name, one.fails
+            answer: tuple[object, bool] = name, one.fails
             with anyio.move_on_after(patience) as scope, call_options(timeout=timeout):
                 try:
                     answer = await client.answer(one), False

@@ -54,22 +54,22 @@ class Mover(Actor, namespace="simulated"):
         return msgspec.structs.replace(request, start=start) if start < request.end else None
 
 
-Heard = asyncio.Queue[Arrival[Any, T]]
+Heard = asyncio.Queue[Arrival[Any, Any]]
 
 
-def new_relay() -> Relay[Heard[T], T]:
+def new_relay() -> Relay[Heard, Any]:
     """A relay whose streams are known by the queue of what arrives of them."""
 
-    def deliver(arrivals: list[Arrival[Heard[T], T]]) -> None:
+    def deliver(arrivals: list[Arrival[Heard, Any]]) -> None:
         for arrival in arrivals:
             arrival.stream.key.put_nowait(arrival)
 
     return Relay(deliver)
 
 
-async def relayed(relay: Relay[Heard[T], T], stream: AsyncIterable[T]) -> AsyncGenerator[T, None]:
+async def relayed(relay: Relay[Heard, Any], stream: AsyncIterable[T]) -> AsyncGenerator[T, None]:
     """The items of a stream that a relay reads."""
-    heard = Heard[T]()
+    heard = Heard()
     opened = await relay.open(stream, heard)
     try:
         while True:
