@@ -131,11 +131,17 @@ class Process:
         end = self._loop.time() + BURIAL_SECONDS
         while (tasks := self._loop.tasks_of(self)) and self._loop.time() < end:
             for task in tasks:
-                coroutine: Any = task.get_coro()
                 # One that has not begun would never await what it was made for.
-                if inspect.getcoroutinestate(coroutine) != inspect.CORO_CREATED:
+                if not _is_new(task.get_coro()):
                     task.cancel()
             await asyncio.wait(tasks, timeout=BURIAL_PAUSE)
+
+
+def _is_new(coroutine: object) -> bool:
+    # The loop closes generators in tasks of their own, which are made of no coroutine.
+    if not inspect.iscoroutine(coroutine):
+        return False
+    return inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED
 
 
 def _of_memory(connection: object) -> MemoryConnection:

@@ -352,6 +352,31 @@ def test_a_task_that_outlives_its_process_fails_a_story() -> None:
     assert "tasks are left of processes that were closed" in str(failure(story, seeds=[1]))
 
 
+def test_a_process_may_be_killed_while_it_closes_a_generator_that_was_left() -> None:
+    class Hasty(Actor, namespace="simulated"):
+        """Leaves a generator as it stands, which the loop then closes."""
+
+        @handler
+        async def greet(self, name: str) -> str:
+            async def names() -> AsyncGenerator[str, None]:
+                try:
+                    yield name
+                finally:
+                    await asyncio.sleep(60.0)
+
+            async for one in names():
+                return one
+            return ""
+
+    async def story(simulation: Simulation) -> None:
+        instance = await simulation.start(Hasty)
+        assert await simulation.client(Hasty).greet("Ada") == "Ada"
+        await asyncio.sleep(1.0)
+        await simulation.kit.kill(instance)
+
+    simulate(story, seeds=[1], plan=())
+
+
 class Dawdler(Middleware):
     """Keeps results and items for five seconds."""
 
