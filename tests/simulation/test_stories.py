@@ -130,7 +130,7 @@ STORIES: Final = {
         paths=(TAKEN_FOR_DEAD, "repeated", "tries beyond the first", "steps begun again"),
     ),
     "jobs whose takers are lost": Telling(jobs, LOST, 12, paths=("tries beyond the first",)),
-    "waits": Telling(waits, paths=("signals heard again", "tries beyond the first")),
+    "waits": Telling(waits, paths=("repeated", "tries beyond the first")),
     "waits whose takers are lost": Telling(waits, LOST, 7),
     "turns": Telling(turns, paths=("tries beyond the first",)),
     "letters": Telling(letters, paths=("repeated", "tries beyond the first")),
