@@ -55,6 +55,8 @@ class Line:
 
     def __init__(self, simulation: Simulation, places: int) -> None:
         self.calls: dict[str, Sent] = {}
+        # And whether they had waited for a place that another client's call took.
+        self.refused: list[tuple[Sent, bool]] = []
         self._simulation = simulation
         self._places = places
         self._running = 0
@@ -79,16 +81,16 @@ class Line:
     def beside(self, call: Sent) -> int:
         """Calls that may have been in the queue while another one was on its way."""
         others = (one for one in self.calls.values() if one is not call)
-        return sum(min(one.began, one.over) >= call.sent for one in others)
+        return sum(min(one.began, one.over) > call.sent - WAYS for one in others)
 
-    def check_refused(self, call: Sent, *, displaced: bool) -> None:
+    def _check_refused(self, call: Sent, *, displaced: bool) -> None:
         """See whether a call was refused for the queue of all, and not for its client's part."""
-        now, others = self._simulation.now, Counter[int]()
+        now, others = call.over, Counter[int]()
         for one in self.calls.values():
             others[one.client] += one.waited(call.sent) and one.waited(now)
         own = [one for one in self.calls.values() if one.client == call.client and one is not call]
         if displaced:
-            newer = [one for one in own if one.sent > call.sent + WAYS and one.waited(now)]
+            newer = [one for one in own if one.sent > call.sent + WAYS and one.waited(now - WAYS)]
             assert not newer, f"{call} gave its place up, and not {newer}"
         else:
             most = sum(min(one.began, one.over) >= call.sent for one in own) + 1
@@ -96,6 +98,8 @@ class Line:
 
     def check(self) -> None:
         """See whether all began in order, now that they are over."""
+        for call, displaced in self.refused:
+            self._check_refused(call, displaced=displaced)
         turns: dict[int, float] = {}
         began = [call for call in self.calls.values() if call.began < math.inf]
         for call in sorted(began, key=lambda call: call.began):
@@ -157,7 +161,7 @@ async def queues(simulation: Simulation) -> None:
                 began, beside = error.started, line.beside(sent)
                 assert timeout < TIMEOUT or beside >= QUEUE, f"{name} was refused beside {beside}"
                 if timeout == TIMEOUT:
-                    line.check_refused(sent, displaced=TOOK_PLACE in error.message)
+                    line.refused.append((sent, TOOK_PLACE in error.message))
             assert began or sent.began == math.inf, f"{name} did begin"
             sent.over = simulation.now
 
