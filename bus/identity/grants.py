@@ -21,6 +21,7 @@ from dynbus.bus.protocol.names import (
     REPLY_ROOT,
     RUN,
     SCHEMA,
+    WOKEN,
     ComponentName,
     EndpointName,
     abroad_subject,
@@ -209,7 +210,7 @@ def submits(queue: EndpointName, *, ordered: bool = False) -> Grant:
         f"submits jobs of {queue}",
         (
             work_subject(queue, "*", "*"),
-            work_subject(queue, "*.woken", "*"),
+            *(work_subject(queue, f"*.{name}", "*") for name in WOKEN),
             *read_subjects(stream),
             f"$JS.API.CONSUMER.INFO.{stream}.*",
             job_log_subject(queue, "*", "end"),

@@ -252,6 +252,10 @@ def job_of_subject(subject: str) -> str:
     return subject.split(".")[5]
 
 
+WOKEN: Final = ("woken0", "woken1")
+"""The names of the copies by which signals have a job handed out at once."""
+
+
 def is_copy_subject(subject: str) -> bool:
     """True if a job was put at a subject as a copy of one."""
     return subject.count(".") > 5

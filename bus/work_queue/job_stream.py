@@ -22,6 +22,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol import headers as header_names
 from dynbus.bus.protocol.names import (
+    WOKEN,
     EndpointName,
     is_safe_reply,
     job_log_stream,
@@ -72,8 +73,6 @@ DUPLICATE_WINDOW: Final = 120.0
 MAX_PUT_SECONDS: Final = 100.0
 """Below the window in which a repeat is known as one."""
 PROBE: Final = "_probe"
-WOKEN: Final = ("woken0", "woken1")
-"""The names of the copies by which signals have a job handed out at once."""
 LETTER_ROOM: Final = 4096
 """Bytes of a message that a job leaves to what a dead letter says of it."""
 RETURN_RECORD: Final = "return"

@@ -235,6 +235,15 @@ def test_an_operator_is_told_what_to_make_as_the_actors_declare_it() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["woken0", "woken1"])
+def test_a_job_that_waits_may_be_woken_by_who_submits_it(name: str) -> None:
+    place = ComponentName("demo", "Printer")
+
+    grants = grants_of(ComponentName("demo", "Shop"), Shop, {place: Printer}, principal="Shop")
+
+    assert any(one.may_publish(f"demo.Printer._work.print.normal.job.{name}") for one in grants)
+
+
 @pytest.mark.parametrize(("actor", "may"), [(Orderly, True), (Printer, False)])
 def test_a_job_in_its_order_is_given_out_again_by_who_signals_it(
     actor: type[Actor], may: bool

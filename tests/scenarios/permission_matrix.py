@@ -213,7 +213,7 @@ SECTIONS: Final[Mapping[str, Sequence[Row]]] = {
     "Jobs": [
         may("submit a job", "publish", "demo.Printer._work.print.normal.j", "Shop Printer operator"),
         may("have an instance submit a job: call its durable handler", "publish", "demo.Printer.print.i", "Router frontend caller operator"),
-        may("wake a job that waits", "publish", "demo.Printer._work.print.normal.j.woken", "Shop Printer operator"),
+        may("wake a job that waits", "publish", "demo.Printer._work.print.normal.j.woken1", "Shop Printer operator"),
         may("take a job", "publish", f"$JS.API.CONSUMER.MSG.NEXT.{WORK}.takers-normal", "Printer operator"),
         may("say that a job is done", "publish", f"$JS.ACK.{WORK}.takers-normal.1.1.1.1.0", "Printer operator"),
         may("drop a job", "publish", f"$JS.API.STREAM.MSG.DELETE.{WORK}", "Printer operator"),
