@@ -307,7 +307,7 @@ class JobRunner(TakingRunner):
             await self._note_lost(job)
             # A key may have been another job's, whose claim is there still.
             is_first = not job.may_have_begun and not is_known
-            return JobRun(self._bus, self._jobs, job, 0, job.tries, is_first=is_first)
+            return JobRun(self._bus, self._jobs, job, None, 0, job.tries, is_first=is_first)
         own = job.delivery.message.sequence
         while True:
             state, last = await self._log.run_state(job.job_id)
@@ -322,10 +322,10 @@ class JobRunner(TakingRunner):
                 if is_copy or goes_on(job.delivery.message):
                     failed = len(await self._log.failures(job.job_id))
                 tries = max(job.tries, failed + 1)
-                return self._again(job, 0, tries)
+                return self._again(job, None, 0, tries)
             if how is Begin.CLAIM:
-                running = RunState(RunPhase.RUNNING, own)
-                stored = await self._log.store_run_state(job.job_id, running, last)
+                state = RunState(RunPhase.RUNNING, own, state.waits)
+                stored = await self._log.store_run_state(job.job_id, state, last)
                 if stored is None:
                     continue
                 last = stored
@@ -335,7 +335,7 @@ class JobRunner(TakingRunner):
                 await self._log.note_failure(job.job_id, _lost(failed + 1))
             # Deliveries may count its waits, too.
             tries = len(await self._log.failures(job.job_id)) + 1
-            run = self._again(job, last, tries)
+            run = self._again(job, state, last, tries)
             if tries > self._options.tries:
                 error = HandlerError(f"its instance was lost in try {tries - 1}")
                 await self._fail(job, run, error, is_last=True)
@@ -351,8 +351,10 @@ class JobRunner(TakingRunner):
             if tries not in noted:
                 await self._log.note_failure(job.job_id, _lost(tries))
 
-    def _again(self, job: Job, last: int, tries: int) -> JobRun:
-        return JobRun(self._bus, self._jobs, job, last, tries, is_first=False, has_records=True)
+    def _again(self, job: Job, state: RunState | None, last: int, tries: int) -> JobRun:
+        return JobRun(
+            *(self._bus, self._jobs, job, state, last, tries), is_first=False, has_records=True
+        )
 
     def _may_be_known(self, job: Job, token: str) -> bool:
         """True if the log may have a record of the job: it may have begun before, or ended by a

@@ -64,8 +64,8 @@ class JobRun:
     Args:
         is_first: whether nothing of the job can have run before.
         has_records: whether the log had records of the job when this try began.
-        last: the sequence of the record of who runs it, where it has waited outside of its process
-            before; 0 for none.
+        state: who runs it, where it has waited outside of its process before; None otherwise.
+        last: the sequence of that record; 0 for none.
 
     Attributes:
         tries: which try it is, from 1.
@@ -80,6 +80,7 @@ class JobRun:
         bus: Bus,
         jobs: JobQueue,
         job: Job,
+        state: RunState | None,
         last: int,
         tries: int,
         *,
@@ -94,6 +95,7 @@ class JobRun:
         self._bus = bus
         self._jobs = jobs
         self._job = job
+        self._waits = 0 if state is None else state.waits
         self._last = last
         self._is_first = is_first
         self._has_records = has_records
@@ -236,18 +238,19 @@ class JobRun:
         """End this try, and have another begin after `delay` seconds; go on where a signal has
         come after the one of that sequence meanwhile."""
         log, own = self._jobs.log, self._job.delivery.message.sequence
-        if self.has_waited:
+        if self._waits:
             # What waited the time before, in whose place this try was woken, or would be next time.
             # First, that this try still has the job: another one's message is not to be dropped.
-            await self._store_run(RunState(RunPhase.RUNNING, own))
+            await self._store_run(RunState(RunPhase.RUNNING, own, self._waits))
             await self._jobs.queue.forget(self.job_id, but=own)
+        self._waits += 1
         until = await self.now() + delay
         name = "" if signal is None else signal[0]
-        self._waiting = RunState(RunPhase.WAITING, own, signal=name, until=until)
+        self._waiting = RunState(RunPhase.WAITING, own, self._waits, signal=name, until=until)
         await self._store_run(self._waiting)
         if signal is not None and await log.last_signal(self.job_id, signal[0]) > signal[1]:
             # Its sender may have looked before the job waited.
-            await self._store_run(RunState(RunPhase.RUNNING, own))
+            await self._store_run(RunState(RunPhase.RUNNING, own, self._waits))
             return
         self.delay, self._awaited = delay, signal
         await self._leave()
@@ -268,7 +271,7 @@ class JobRun:
             name, taken = self._awaited
             has_come = await log.last_signal(self.job_id, name) > taken
         if has_come:
-            woken = RunState(RunPhase.WOKEN, waiting.sequence)
+            woken = RunState(RunPhase.WOKEN, waiting.sequence, self._waits)
             if await log.store_run_state(self.job_id, woken, stored) is not None:
                 await self._jobs.queue.hand_out(waiting.token)
 
@@ -280,7 +283,7 @@ class JobRun:
         own = self._job.delivery.message.sequence
         try:
             until = await self.now() + delay
-            waiting = RunState(RunPhase.WAITING, own, until=until)
+            waiting = RunState(RunPhase.WAITING, own, self._waits, until=until)
             await self._jobs.log.store_run_state(self.job_id, waiting, self._last)
         except DynbusError as error:
             logger.info("the end of a try of job %s is not noted: %s", self.job_id, error)

@@ -131,6 +131,7 @@ class RunState(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         sequence: of the message.
+        waits: how often the job has waited so: deliveries that were no failures.
         token: of a message that waits in an ordered queue: where to have it handed out at once.
         signal: the signal that it waits for outside of its process; empty for none.
         until: the time for which it waits so, in Unix seconds by the server's clock.
@@ -138,6 +139,7 @@ class RunState(msgspec.Struct, frozen=True, omit_defaults=True):
 
     phase: RunPhase
     sequence: int
+    waits: int
     token: str = ""
     signal: str = ""
     until: float = 0.0

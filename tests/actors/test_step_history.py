@@ -82,17 +82,17 @@ def test_of_the_messages_of_a_job_that_waited_one_at_most_runs_it_without_asking
     ("state", "own", "queued", "begin"),
     [
         (None, 5, (5,), Begin.RUN),
-        (RunState(RunPhase.RUNNING, 5), 5, (5,), Begin.RUN),
-        (RunState(RunPhase.RUNNING, 5), 9, (5, 9), Begin.DROP),
-        (RunState(RunPhase.RUNNING, 5), 9, (9,), Begin.CLAIM),
-        (RunState(RunPhase.WAITING, 5), 5, (5,), Begin.CLAIM),
-        (RunState(RunPhase.WOKEN, 5), 9, (5, 9), Begin.CLAIM),
-        (RunState(RunPhase.WOKEN, 5), 5, (5, 9), Begin.DROP),
+        (RunState(RunPhase.RUNNING, 5, 1), 5, (5,), Begin.RUN),
+        (RunState(RunPhase.RUNNING, 5, 1), 9, (5, 9), Begin.DROP),
+        (RunState(RunPhase.RUNNING, 5, 1), 9, (9,), Begin.CLAIM),
+        (RunState(RunPhase.WAITING, 5, 1), 5, (5,), Begin.CLAIM),
+        (RunState(RunPhase.WOKEN, 5, 1), 9, (5, 9), Begin.CLAIM),
+        (RunState(RunPhase.WOKEN, 5, 1), 5, (5, 9), Begin.DROP),
         # Its waker died before it had put the copy.
-        (RunState(RunPhase.WOKEN, 5), 5, (5,), Begin.CLAIM),
+        (RunState(RunPhase.WOKEN, 5, 1), 5, (5,), Begin.CLAIM),
         # It was dropped while it was on its way to its taker.
-        (RunState(RunPhase.WAITING, 9), 5, (9,), Begin.DROP),
-        (RunState(RunPhase.WAITING, 9), 5, (), Begin.CLAIM),
+        (RunState(RunPhase.WAITING, 9, 2), 5, (9,), Begin.DROP),
+        (RunState(RunPhase.WAITING, 9, 2), 5, (), Begin.CLAIM),
     ],
 )
 def test_which_message_runs_a_job(
