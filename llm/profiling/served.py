@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from time import perf_counter
 from typing import Final
 
 import anyio
@@ -16,7 +15,7 @@ from dynbus.llm.engine.worker import EngineWorker
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.replay import ReplayedRequest, Simulation
 from dynbus.llm.replay.trace import Trace
-from dynbus.spi import ComponentName, task_group
+from dynbus.spi import ComponentName, monotonic, task_group
 
 from .batches import Batch, plain_request
 from .bench import Measured, Times
@@ -76,9 +75,9 @@ class ServedBench:
         return served
 
     async def _answer(self, number: int, served: ServedRequest) -> None:
-        served.sent = perf_counter()
+        served.sent = monotonic()
         async for item in self._ask(served.request):
-            now = perf_counter()
+            now = monotonic()
             served.tokens += [now] * len(item.token_ids)
             if number in self._in_step:
                 self._step += 1
@@ -97,10 +96,10 @@ class ServedBench:
     ) -> Times:
         """See `EngineBench`; it takes as long as the trace."""
         served: list[ServedRequest] = []
-        began = perf_counter()
+        began = monotonic()
         async with task_group() as tasks:
             for number, one in enumerate(trace.requests):
-                await anyio.sleep(max(0.0, began + one.arrival / simulation.speed - perf_counter()))
+                await anyio.sleep(max(0.0, began + one.arrival / simulation.speed - monotonic()))
                 progress(number)
                 request = plain_request(prompts[one.id], one.output_tokens)
                 served.append(ServedRequest(request))
