@@ -71,9 +71,10 @@ def test_its_steps_are_measured_and_its_profile_checked(tmp_path: Path) -> None:
         assert [count for count, _ in profile.costs.sequences] == [1, 2]
         assert any(one.is_answer for one in measured)
         assert any(work.prompts and work.requests for one in measured for work in one.works)
-        assert error[:2] == (20, 0.3)
+        assert (error.requests, error.load) == (20, 0.3)
         # In virtual time steps take just what the profile of the mock engine says.
-        assert error[2:] == pytest.approx((0.0,) * 4, abs=1e-6)
+        assert abs(error.ttft_mean) < 1e-6
+        assert abs(error.tpot_mean) < 1e-6
 
     run(story())
 
