@@ -149,8 +149,7 @@ class Simulation:
                 # As a supervisor does.
                 await anyio.sleep(RETRY_PAUSE)
                 continue
-            home = self.kit.process_of(instance.actor.runtime)
-            if home.is_dead or home.is_leaving:
+            if self.kit.process_of(instance.actor.runtime) not in self.kit.alive():
                 # A fault hit it before it was known, and knew of nothing to start in its place.
                 continue
             self._started[instance.id] = partial(self.start, actor, **arguments)

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator
 from contextlib import contextmanager
 from typing import ClassVar
 
 import anyio
-import msgspec
 
 from dynbus import Actor, DynbusError, call_options, handler
 from dynbus.bus.transport import Message
 from dynbus.testing import Simulation
 
 from .rest import BREATH, rest
-from .stories import Items, Reading
+from .stories import Items, Reading, Shop
 
 INSTANCES = 3
 SAID = 0.2
@@ -94,10 +93,7 @@ class Leaver(Actor, namespace="simulated"):
             async for number in request.come():
                 yield number
 
-    @staticmethod
-    def go_on(request: Items, items: Sequence[int]) -> Items | None:
-        start = request.start + len(items)
-        return msgspec.structs.replace(request, start=start) if start < request.end else None
+    go_on = staticmethod(Shop.go_on)
 
 
 async def drains(simulation: Simulation) -> None:
